@@ -1,1 +1,42 @@
 """Muon for PyTorch on many ranks: every hidden matrix has one owner, the rest stays on FSDP2."""
+
+from dmuon.counters import Counters
+from dmuon.dedicate import dedicate_params
+from dmuon.errors import DMuonError, OwnershipError, SetupError, StateDictError
+from dmuon.gradients import clip_grad_norm_, no_sync, wait_all_replicate_broadcasts
+from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
+from dmuon.model_state import get_model_state_dict, set_model_state_dict
+from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
+from dmuon.optimizer import Muon
+from dmuon.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
+from dmuon.partition import Matrix, Plan, make_plan
+from dmuon.selection import is_hidden_matrix
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POLAR_EXPRESS_COEFFICIENTS",
+    "Counters",
+    "DMuonError",
+    "Matrix",
+    "Muon",
+    "OwnershipError",
+    "Plan",
+    "SetupError",
+    "StateDictError",
+    "clip_grad_norm_",
+    "dedicate_params",
+    "describe",
+    "get_counters",
+    "get_dedicated_params",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_owned_params",
+    "is_hidden_matrix",
+    "make_plan",
+    "newton_schulz",
+    "no_sync",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "wait_all_replicate_broadcasts",
+]

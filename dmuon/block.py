@@ -1,0 +1,113 @@
+"""A block: the dedicated parameters of one module, made whole and freed together."""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from dmuon.counters import Counters
+from dmuon.parameter import DedicatedParam
+from dmuon.parcel import Parcel
+from dmuon.reduction import Reduced, Reduction, StartReduction, pack
+
+
+class Weights(Enum):
+    """Where the weights of a block are."""
+
+    RESHARDED = auto()
+    ARRIVING = auto()
+    UNSHARDED = auto()
+
+
+class Block:
+    """One hook boundary; every method that communicates says so.
+
+    Attributes:
+        name: of the module, "" for the root.
+        in_backward: backward has entered this block and not left it; forwards seen meanwhile are
+            recomputations of activation checkpointing and must not free anything.
+    """
+
+    def __init__(self, name: str, module: nn.Module, parcels: Sequence[Parcel]) -> None:
+        self.name = name
+        self.module = module
+        self.parcels = list(parcels)
+        self.params: list[DedicatedParam] = [p for parcel in parcels for p in parcel.params]
+        self.in_backward = False
+        self.waiting_for = self._trainable()
+        self._weights = Weights.RESHARDED
+        self._version = -1
+
+    def start_unshard(self, version: int, counters: Counters) -> None:
+        """Begin to make the weights of ``version`` whole on every rank.
+
+        Collective over each row of the mesh; does nothing when they are there or on their way.
+        """
+        if self._weights is not Weights.RESHARDED:
+            if self._version == version:
+                return
+            self.reshard()
+        with record_function(f"dmuon::unshard {self.name}"):
+            for parcel in self.parcels:
+                parcel.drain()
+                parcel.start_unshard(counters)
+        self._weights, self._version = Weights.ARRIVING, version
+
+    def finish_unshard(self) -> None:
+        """Wait for the weights and show them; does nothing when they are shown."""
+        if self._weights is Weights.ARRIVING:
+            with record_function(f"dmuon::wait_unshard {self.name}"):
+                for parcel in self.parcels:
+                    parcel.finish_unshard()
+            self._weights = Weights.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the weights of other owners; does nothing when they are freed. Local."""
+        self.finish_unshard()
+        if self._weights is Weights.UNSHARDED:
+            for parcel in self.parcels:
+                parcel.reshard()
+            self._weights = Weights.RESHARDED
+
+    @property
+    def is_frozen_in_part(self) -> bool:
+        """Whether some matrix takes no gradient, so that arrivals do not tell when we are done."""
+        return any(not param.param.requires_grad for param in self.params)
+
+    def note_gradient(self, param: DedicatedParam) -> bool:
+        """Note that autograd is done with ``param``; True when it was the last one awaited."""
+        if param not in self.waiting_for:
+            return False
+        self.waiting_for.discard(param)
+        return not self.waiting_for
+
+    def reset_arrivals(self) -> None:
+        """Forget this backward."""
+        self.waiting_for = self._trainable()
+        self.in_backward = False
+
+    def start_reduction(
+        self, start: StartReduction, dtype: torch.dtype | None, counters: Counters
+    ) -> Reduction:
+        """Take the local gradients and begin to bring them to their owners.
+
+        Collective over each row of the mesh; a missing gradient travels as zeros.
+        """
+        sent: Reduced = []
+        with record_function(f"dmuon::reduce {self.name}"):
+            for parcel in self.parcels:
+                grads = [param.param.grad for param in parcel.params]
+                sent.append((parcel, pack(parcel, grads, dtype or self._common_dtype())))
+                for param in parcel.params:
+                    param.param.grad = None
+            counters.reductions += 1
+            return start(sent, 0, counters)
+
+    def _common_dtype(self) -> torch.dtype:
+        dtypes = {parcel.dtype for parcel in self.parcels}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _trainable(self) -> set[DedicatedParam]:
+        return {param for param in self.params if param.param.requires_grad}

@@ -1,0 +1,143 @@
+"""The front door: give every hidden matrix of a model its owner."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from dmuon import dedication as dedications
+from dmuon import mesh as meshes
+from dmuon import wrapping
+from dmuon.dedication import Boundary, Dedication
+from dmuon.errors import SetupError
+from dmuon.owner_map import OwnerMap
+from dmuon.parameter import DedicatedParam
+from dmuon.partition import Matrix, Plan, make_plan
+from dmuon.selection import Predicate, is_hidden_matrix, select
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    predicate: Predicate = is_hidden_matrix,
+    *,
+    replicate_mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    hook_boundary_predicate: Boundary | None = None,
+    timeout: timedelta | None = None,
+) -> Plan:
+    """Give each parameter chosen by ``predicate`` one owner rank. Collective over ``mesh``.
+
+    Afterwards only the owner holds the matrix; call ``fully_shard`` on the layers and the root as
+    usual (it leaves dedicated parameters alone), then build ``dmuon.Muon(model)``.
+
+    Args:
+        model: the outermost module, before ``fully_shard``; may be on the meta device.
+        mesh: 1D, or 2D named ``("replicate", "shard")``.
+        predicate: ``(name, parameter) -> bool``; must choose matrices ``(M, N)``.
+        replicate_mesh: the replicate axis, when ``mesh`` is the 1D shard axis of a 2D layout.
+        reshard_after_forward: free the weights of other owners between forward and backward
+            (less memory, one more broadcast) or keep them.
+        mp_policy: as for ``fully_shard``: ``param_dtype`` is the dtype weights travel and compute
+            in, ``reduce_dtype`` that of gradients on their way. Master weights stay float32.
+        hook_boundary_predicate: ``(module name, module) -> bool``; which modules make their
+            matrices whole together. By default the modules given to ``fully_shard``.
+        timeout: of every collective of ours; by default that of the mesh's process group.
+
+    Returns:
+        The plan, equal on all ranks; ``print`` shows it.
+
+    Raises:
+        SetupError: on every rank, for a wrong mesh, order of calls or choice of parameters, or
+            when ranks disagree about the model.
+    """
+    _check_order(model)
+    meshes.check_mesh(mesh, replicate_mesh)
+    params = select(model, predicate)
+    owner_map = meshes.make_owner_map(mesh, replicate_mesh, timeout or meshes.default_timeout(mesh))
+    dedication = Dedication(
+        model=model,
+        plan=Plan((), (), owner_map.num_owners),
+        owner_map=owner_map,
+        params=params,
+        device=meshes.device_of(mesh),
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        reshard_after_forward=bool(reshard_after_forward),
+        hook_boundary=hook_boundary_predicate,
+    )
+    matrices = [Matrix(p.name, tuple(p.shape), dedication.block_of(p)) for p in params]
+    dedication.plan = make_plan(matrices, owner_map.num_owners)
+    _check_agreement(dedication)
+    for param in params:
+        param.owner = dedication.plan.owner_of(param.name)
+        _keep_or_drop(param, owner_map, dedication.device)
+    _install(dedication)
+    return dedication.plan
+
+
+def _check_order(model: nn.Module) -> None:
+    if not dist.is_initialized():
+        raise SetupError("there is no process group; call init_process_group or use torchrun first")
+    for name, module in model.named_modules():
+        if dedications.find(module) is not None:
+            raise SetupError(
+                f"{name or 'this model'} has dedicated parameters already; call dedicate_params "
+                "once, on the outermost module"
+            )
+        if isinstance(module, FSDPModule):
+            raise SetupError(
+                f"{name or 'this model'} is wrapped by fully_shard already; call dedicate_params "
+                "first, then fully_shard, then Muon"
+            )
+
+
+def _check_agreement(dedication: Dedication) -> None:
+    """Collective over the mesh: every rank must hold the same plan and settings."""
+    dtypes = [str(param.dtype) for param in dedication.params]
+    policy = (str(dedication.mp_policy), dedication.reshard_after_forward)
+    mine = (dedication.plan.digest(), dtypes, policy)
+    digests: list[Any] = [None] * dedication.owner_map.num_owners
+    dist.all_gather_object(digests, mine, group=dedication.owner_map.everyone)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise SetupError(
+            f"ranks {different} of the mesh have another model, predicate or policy than rank 0 "
+            "(names, shapes, dtypes and settings must be equal on all ranks)"
+        )
+
+
+def _keep_or_drop(param: DedicatedParam, owner_map: OwnerMap, device: torch.device) -> None:
+    if param.param.is_meta:
+        return
+    if param.owner == owner_map.rank:
+        param.param.data = param.param.data.to(device)
+    else:
+        param.hide(param.dtype, device)
+
+
+def _install(dedication: Dedication) -> None:
+    """Guards, and hooks that live on the outermost module whatever is wrapped later."""
+    model = dedication.model
+    attributes: dict[nn.Module, set[str]] = {}
+    for param in dedication.params:
+        for module, attribute in param.sites:
+            attributes.setdefault(module, set()).add(attribute)
+    for module, names in attributes.items():
+        wrapping.hide(module, names)
+        module.register_state_dict_pre_hook(dedication.guard)
+        module.register_load_state_dict_pre_hook(dedication.guard)
+    dedications.attach(dedication)
+    plain_zero_grad: Callable[[bool], None] = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain_zero_grad(set_to_none)
+        dedication.engine.zero_grad()
+
+    model.__dict__["zero_grad"] = zero_grad
+    model.register_forward_pre_hook(lambda *_: dedication.ensure_started(), prepend=True)

@@ -1,0 +1,170 @@
+"""Everything DMuon knows about one model, and the way from plan to blocks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from dmuon import wrapping
+from dmuon.block import Block
+from dmuon.engine import Engine
+from dmuon.errors import OwnershipError, SetupError
+from dmuon.ledger import GradientLedger
+from dmuon.owner_map import OwnerMap
+from dmuon.parameter import DedicatedParam
+from dmuon.parcel import Parcel
+from dmuon.partition import Plan
+from dmuon.reduction import choose_reduction
+
+_ATTRIBUTE = "_dmuon_dedication"
+
+Boundary = Callable[[str, nn.Module], bool]
+
+
+@dataclass(eq=False)
+class Dedication:
+    """The dedicated parameters of one model; made by ``dedicate_params``, found by ``of``."""
+
+    model: nn.Module
+    plan: Plan
+    owner_map: OwnerMap
+    params: list[DedicatedParam]
+    device: torch.device
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    hook_boundary: Boundary | None
+    unfilled: set[str] = field(default_factory=set)
+    _engine: Engine | None = None
+    _guards_are_off: bool = False
+
+    @property
+    def engine(self) -> Engine:
+        """The hooks at work; the first call forms the blocks from the ``fully_shard`` structure.
+
+        Collective over the mesh the first time.
+        """
+        if self._engine is None:
+            self._engine = self._start()
+        return self._engine
+
+    def ensure_started(self) -> None:
+        """Form the blocks if nobody has asked for the engine yet. Collective the first time.
+
+        Called from the root's own pre-forward hook: hooks that the root gets now run from the
+        next call on, so its block, when it has one, is served here.
+        """
+        if self._engine is None:
+            for index, block in enumerate(self.engine.blocks):
+                if block.module is self.model:
+                    self.engine.pre_forward(index)
+
+    @contextmanager
+    def guards_off(self) -> Iterator[None]:
+        """Let ``model.state_dict()`` through, for this package's own walk over its names."""
+        self._guards_are_off = True
+        try:
+            yield
+        finally:
+            self._guards_are_off = False
+
+    def guard(self, *_: object, **__: object) -> None:
+        """Refuse plain state-dict calls: they would meet placeholders instead of weights."""
+        if not self._guards_are_off:
+            raise OwnershipError(
+                "the hidden matrices of this model live on their owner ranks, so state_dict() and "
+                "load_state_dict() cannot see them; use dmuon.get_model_state_dict(model) and "
+                "dmuon.set_model_state_dict(model, state_dict) on every rank"
+            )
+
+    def _start(self) -> Engine:
+        for param in self.params:
+            if isinstance(param.param, DTensor):
+                raise SetupError(
+                    f"{param.name} was sharded by fully_shard although it has an owner; pass "
+                    "fully_shard(..., ignored_params=set(dmuon.get_dedicated_params(model).values()))"
+                )
+            for module, _ in param.sites:
+                wrapping.reveal(module)
+        blocks = self._make_blocks()
+        num_stages = max(len(p.route.reduce) for block in blocks for p in block.parcels)
+        if self.owner_map.num_replicas > 1:
+            num_stages = 2
+        start = choose_reduction(self.owner_map.everyone)
+        ledger = GradientLedger(self.owner_map.num_owners, num_stages, start)
+        reduce_dtype = self.mp_policy.reduce_dtype
+        engine = Engine(blocks, ledger, start, reduce_dtype, self.reshard_after_forward)
+        engine.publish(wait=True)  # replicas start equal
+        return engine
+
+    def _make_blocks(self) -> list[Block]:
+        by_block: dict[str, list[DedicatedParam]] = {}
+        for param in self.params:
+            by_block.setdefault(self.block_of(param), []).append(param)
+        order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
+        names = sorted(by_block, key=order.__getitem__)
+        return [self._make_block(name, by_block[name]) for name in names]
+
+    def _make_block(self, name: str, params: list[DedicatedParam]) -> Block:
+        by_owner: dict[tuple[int, torch.dtype], list[DedicatedParam]] = {}
+        for param in params:
+            dtype = self.mp_policy.param_dtype or param.dtype
+            by_owner.setdefault((param.owner, dtype), []).append(param)
+        parcels = []
+        for (owner, dtype), group in sorted(by_owner.items(), key=lambda item: str(item[0])):
+            parcel = Parcel(owner, group, self.owner_map.route(owner), dtype, self.device)
+            parcel.adopt([self._value(param) for param in group])
+            parcels.append(parcel)
+        return Block(name, self.model.get_submodule(name), parcels)
+
+    def _value(self, param: DedicatedParam) -> torch.Tensor:
+        value = param.param.detach()
+        if not value.is_meta:
+            return value
+        self.unfilled.add(param.name)
+        return torch.full((1, 1), float("nan"), device=self.device).expand(param.shape)
+
+    def block_of(self, param: DedicatedParam) -> str:
+        """Name of the module whose hooks serve ``param``; the root when tied across blocks."""
+        names = {module: name for name, module in self.model.named_modules()}
+        boundaries = {self._boundary(names[module]) for module, _ in param.sites}
+        return boundaries.pop() if len(boundaries) == 1 else ""
+
+    def _boundary(self, module_name: str) -> str:
+        if self.hook_boundary is None:
+            return wrapping.boundary_of(module_name, self.model)
+        parts = module_name.split(".") if module_name else []
+        for end in range(len(parts), 0, -1):
+            name = ".".join(parts[:end])
+            if self.hook_boundary(name, self.model.get_submodule(name)):
+                return name
+        return ""
+
+
+def attach(dedication: Dedication) -> None:
+    """Make ``of(model)`` find ``dedication``."""
+    dedication.model.__dict__[_ATTRIBUTE] = dedication
+
+
+def of(model: nn.Module) -> Dedication:
+    """The dedication of ``model``.
+
+    Raises:
+        SetupError: when ``dedicate_params`` was not called on it.
+    """
+    dedication = find(model)
+    if dedication is None:
+        raise SetupError(
+            f"this {type(model).__name__} has no dedicated parameters; call "
+            "dmuon.dedicate_params(model, mesh) on the outermost module first"
+        )
+    return dedication
+
+
+def find(model: nn.Module) -> Dedication | None:
+    """The dedication of ``model``, through wrappers such as ``torch.compile``'s; or None."""
+    found = getattr(model, _ATTRIBUTE, None)
+    return found if isinstance(found, Dedication) else None

@@ -1,0 +1,39 @@
+"""Every error DMuon raises on purpose.
+
+::
+
+    DMuonError
+    ├── SetupError (ValueError)        wrong arguments, wrong order of calls, a mesh that does not fit
+    ├── OwnershipError (RuntimeError)  weights or gradients asked for in a way owners cannot serve
+    └── StateDictError (ValueError)    names or shapes of a state dict that do not fit the model
+"""
+
+
+class DMuonError(Exception):
+    """Base of all errors of this package; each names the thing, the rule and the way out."""
+
+
+class SetupError(DMuonError, ValueError):
+    """The model, the mesh or the order of set-up calls does not fit; nothing was changed."""
+
+
+class OwnershipError(DMuonError, RuntimeError):
+    """A call that plain PyTorch would answer wrongly for parameters that live on owners."""
+
+
+class StateDictError(DMuonError, ValueError):
+    """A state dict does not fit; raised on every rank before anything was changed.
+
+    Attributes:
+        problems: one line for each name that is missing, unexpected or misshapen.
+    """
+
+    def __init__(self, what: str, problems: list[str]) -> None:
+        self.what = what
+        self.problems = problems
+        shown = "\n  ".join(problems[:20])
+        rest = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        super().__init__(f"{what} does not fit this model, nothing was loaded:\n  {shown}{rest}")
+
+    def __reduce__(self) -> tuple[type["StateDictError"], tuple[str, list[str]]]:
+        return type(self), (self.what, self.problems)

@@ -1,0 +1,128 @@
+"""Parameter groups of ``dmuon.Muon``: checked settings, equal on every rank."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmuon.errors import SetupError
+from dmuon.muon_update import ADJUST_LR_FNS
+from dmuon.newton_schulz import coefficient_schedule
+
+Group = dict[str, Any]
+
+MUON_KEYS = (
+    *("lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_coefficients"),
+    *("ns_dtype", "adjust_lr_fn", "eps"),
+)
+ADAMW_KEYS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
+_ADAMW_SWITCHES = {
+    **{"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False},
+    **{"foreach": None, "fused": None, "decoupled_weight_decay": True},
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """The trainable parameters of a model by name, dedicated and symmetric."""
+
+    dedicated: dict[str, nn.Parameter]
+    symmetric: dict[str, nn.Parameter]
+
+    @property
+    def all(self) -> dict[str, nn.Parameter]:
+        """Both kinds."""
+        return {**self.dedicated, **self.symmetric}
+
+
+def make_groups(
+    named: Named, defaults: Mapping[str, Any], overrides: Sequence[Mapping[str, Any]] | None
+) -> list[Group]:
+    """Groups in a fixed order: the user's, then what is left; Muon before AdamW in each.
+
+    Raises:
+        SetupError: for an unknown setting, a setting out of range, or a parameter that is unknown
+            or in two groups.
+    """
+    left = dict(named.all)
+    groups: list[Group] = []
+    for index, override in enumerate(overrides or ()):
+        where = f"param_groups[{index}]"
+        unknown = sorted(set(override) - {"params", *MUON_KEYS, *ADAMW_KEYS})
+        if unknown or "params" not in override:
+            raise SetupError(
+                f"{where} needs 'params' and may set {', '.join(MUON_KEYS + ADAMW_KEYS)}; "
+                f"unknown: {unknown}"
+            )
+        names = _names_of(override["params"], named, left, where)
+        settings = {**defaults, **{key: override[key] for key in override if key != "params"}}
+        groups += _split(names, named, settings, where)
+        for name in names:
+            del left[name]
+    return groups + _split(list(left), named, defaults, "Muon(...)")
+
+
+def _names_of(
+    params: Iterable[nn.Parameter | str], named: Named, left: Mapping[str, Any], where: str
+) -> list[str]:
+    by_param = {param: name for name, param in named.all.items()}
+    names = []
+    for param in params:
+        name = param if isinstance(param, str) else by_param.get(param)
+        if name is None or name not in named.all:
+            raise SetupError(
+                f"{where} has a parameter that is not a trainable one of this model "
+                f"({param if isinstance(param, str) else tuple(param.shape)}); take them from "
+                "model.named_parameters() after fully_shard"
+            )
+        if name not in left or name in names:
+            raise SetupError(f"{name} is in two parameter groups, the second is {where}")
+        names.append(name)
+    return names
+
+
+def _split(
+    names: Sequence[str], named: Named, settings: Mapping[str, Any], where: str
+) -> list[Group]:
+    _check(settings, where)
+    muon = [name for name in names if name in named.dedicated]
+    adamw = [name for name in names if name in named.symmetric]
+    groups: list[Group] = []
+    if muon:
+        group = {key: settings[key] for key in MUON_KEYS}
+        params = [named.dedicated[name] for name in muon]
+        groups.append({"params": params, "names": muon, "algorithm": "muon", **group})
+    if adamw:
+        group = {key.removeprefix("adamw_"): settings[key] for key in ADAMW_KEYS}
+        params = [named.symmetric[name] for name in adamw]
+        kind = {"names": adamw, "algorithm": "adamw"}
+        groups.append({"params": params, **kind, **group, **_ADAMW_SWITCHES})
+    return groups
+
+
+def _check(settings: Mapping[str, Any], where: str) -> None:
+    for key in ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "adamw_eps"):
+        if not float(settings[key]) >= 0:
+            raise SetupError(f"{where}: {key} must be at least 0, got {settings[key]!r}")
+    if not 0 <= settings["momentum"] < 1:
+        raise SetupError(f"{where}: momentum must be in [0, 1), got {settings['momentum']!r}")
+    if not settings["eps"] > 0:
+        raise SetupError(f"{where}: eps must be above 0, got {settings['eps']!r}")
+    betas = settings["adamw_betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise SetupError(f"{where}: adamw_betas must be two numbers in [0, 1), got {betas!r}")
+    if settings["adjust_lr_fn"] not in ADJUST_LR_FNS:
+        raise SetupError(
+            f"{where}: adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {settings['adjust_lr_fn']!r}"
+        )
+    if settings["ns_dtype"] not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise SetupError(
+            f"{where}: ns_dtype must be None or a torch dtype of 16 or 32 bits, "
+            f"got {settings['ns_dtype']!r}"
+        )
+    try:
+        coefficient_schedule(settings["ns_coefficients"], settings["ns_steps"])
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{where}: {error}") from error

@@ -1,0 +1,161 @@
+"""Model state dicts: flat, whole tensors, names of the original model."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dmuon import dedication as dedications
+from dmuon.agreement import Courier, raise_together
+from dmuon.dedication import Dedication
+from dmuon.names import original_name
+from dmuon.parcel import Parcel
+
+
+class IncompatibleKeys(NamedTuple):
+    """What ``strict=False`` passed over."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@torch.no_grad()
+def get_model_state_dict(
+    model: nn.Module, *, cpu_offload: bool = False, rank0_only: bool = False
+) -> dict[str, Any]:
+    """The whole model as plain tensors under its original names. Collective over the mesh.
+
+    Weights still being published are waited for. Values are copies, never views of live weights;
+    tied weights appear under each of their names, as in ``model.state_dict()``.
+
+    Args:
+        model: as given to ``dedicate_params``.
+        cpu_offload: put the values into host memory.
+        rank0_only: the first rank of the mesh gets the dict, all others an empty one.
+
+    Returns:
+        Loads with ``strict=True`` into the model that was never wrapped.
+    """
+    dedication = dedications.of(model)
+    dedication.engine.settle_weights()
+    keep = not rank0_only or dedication.owner_map.rank == 0
+    device = torch.device("cpu") if cpu_offload else dedication.device
+    state: dict[str, Any] = {}
+    whole = _whole_matrices(dedication, keep, device)
+    for name, value in _walk(dedication):
+        if name in whole:
+            state[name] = whole[name]
+            continue
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            state[name] = _copy(full, device)
+    return state
+
+
+@torch.no_grad()
+def set_model_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
+) -> IncompatibleKeys:
+    """Load a whole state dict, from DMuon or from the plain model. Collective over the mesh.
+
+    Every rank passes the full dict, or the first rank alone and all others an empty one.
+    Everything is checked on all ranks before anything changes. Values are converted to the dtype
+    of the weights, as ``load_state_dict`` does.
+
+    Args:
+        model: as given to ``dedicate_params``.
+        state_dict: whole tensors under original names.
+        strict: refuse missing and unexpected names; otherwise load what fits and report.
+
+    Raises:
+        StateDictError: the same on every rank, listing every name that does not fit.
+    """
+    dedication = dedications.of(model)
+    dedication.engine.settle_weights()
+    courier = Courier(dedication, dict(state_dict))
+    targets = dict(_walk(dedication))
+    report = _check(dedication, targets, courier, strict)
+    for name, target in targets.items():
+        if name in courier.described and name not in _dedicated_names(dedication):
+            _load_symmetric(target, courier.fetch(name))
+    for block in dedication.engine.blocks:
+        for parcel in block.parcels:
+            _load_parcel(parcel, courier)
+    dedication.unfilled -= set(courier.described)
+    dedication.engine.publish(wait=True)
+    return report
+
+
+def _walk(dedication: Dedication) -> list[tuple[str, Any]]:
+    """Names and live values in the order of ``model.state_dict()``."""
+    with dedication.guards_off():
+        state = dedication.model.state_dict(keep_vars=True)
+    return [(original_name(name), value) for name, value in state.items()]
+
+
+def _dedicated_names(dedication: Dedication) -> set[str]:
+    return {name for p in dedication.params for name in (p.name, *p.aliases)}
+
+
+def _whole_matrices(
+    dedication: Dedication, keep: bool, device: torch.device
+) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    for block in dedication.engine.blocks:
+        for parcel in block.parcels:
+            flat = parcel.gather_full(parcel.master)
+            if not keep:
+                continue
+            for param, view in zip(parcel.params, parcel.views(flat), strict=True):
+                value = _copy(view, device, param.dtype)
+                whole.update(dict.fromkeys((param.name, *param.aliases), value))
+    return whole
+
+
+def _copy(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device=device, dtype=dtype or value.dtype, copy=True).contiguous()
+
+
+def _check(
+    dedication: Dedication, targets: Mapping[str, Any], courier: Courier, strict: bool
+) -> IncompatibleKeys:
+    missing = [name for name in targets if name not in courier.described]
+    unexpected = [name for name in courier.described if name not in targets]
+    problems: list[str] = []
+    if strict:
+        problems += [f"{name}: missing" for name in missing]
+        problems += [f"{name}: not in this model" for name in unexpected]
+    for name, target in targets.items():
+        kind, shape, _ = courier.described.get(name, ("absent", None, None))
+        if kind == "tensor" and isinstance(target, torch.Tensor) and shape != target.shape:
+            problems.append(f"{name}: has shape {list(shape or ())}, needs {list(target.shape)}")
+        elif kind == "object" and isinstance(target, torch.Tensor):
+            problems.append(f"{name}: is no tensor")
+    raise_together(dedication, "the model state dict", problems)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _load_symmetric(target: Any, value: Any) -> None:
+    if not isinstance(target, torch.Tensor):
+        return
+    if isinstance(target, DTensor):
+        source = value.detach().to(device=target.device, dtype=target.dtype)
+        mesh, placements = target.device_mesh, target.placements
+        share = distribute_tensor(source, mesh, placements, src_data_rank=None)
+        target.to_local().copy_(share.to_local())
+    else:
+        target.detach().copy_(value)
+
+
+def _load_parcel(parcel: Parcel, courier: Courier) -> None:
+    for index, param in enumerate(parcel.params):
+        name = next((n for n in (param.name, *param.aliases) if n in courier.described), None)
+        if name is None:
+            continue
+        value = courier.fetch(name)
+        if parcel.master is not None:
+            parcel.views(parcel.master)[index].copy_(value)

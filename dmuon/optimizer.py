@@ -1,0 +1,206 @@
+"""``dmuon.Muon``: Muon on the owners of hidden matrices, AdamW on everything else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from dmuon import dedication as dedications
+from dmuon.dedication import Dedication
+from dmuon.errors import OwnershipError, SetupError
+from dmuon.groups import Group, Named, make_groups
+from dmuon.muon_update import update_matrix_
+from dmuon.names import original_name
+from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
+from dmuon.parcel import MASTER_DTYPE, Parcel
+
+
+class Muon(torch.optim.Optimizer):
+    """One optimizer for the whole model; ``param_groups`` have the same structure on every rank.
+
+    ``buf = momentum * buf + grad``; ``u = grad + momentum * buf`` (Nesterov) or ``buf``;
+    ``W = W * (1 - lr * weight_decay) - lr * s * NewtonSchulz(u)`` with ``s`` from
+    ``adjust_lr_fn`` (Jordan et al. 2024, "Muon"; arXiv 2502.16982). All other parameters follow
+    ``torch.optim.AdamW``.
+
+    Args:
+        model: after ``dedicate_params`` and ``fully_shard``.
+        lr: learning rate of hidden matrices.
+        momentum: in ``[0, 1)``.
+        nesterov: look one step ahead.
+        weight_decay: decoupled, of hidden matrices.
+        ns_steps: Newton-Schulz steps.
+        ns_coefficients: one ``(a, b, c)`` for all steps, or one a step.
+        ns_dtype: dtype of Newton-Schulz; None: bfloat16 on accelerators, float32 on CPU.
+        adjust_lr_fn: ``"match_rms_adamw"``, ``"original"`` or None.
+        eps: lower bound of the norm that Newton-Schulz divides by.
+        adamw_lr: learning rate of all other parameters.
+        adamw_betas: their decay rates of the moments.
+        adamw_eps: added to their denominator.
+        adamw_weight_decay: theirs, decoupled.
+        param_groups: dictionaries with ``params`` (parameters or names) and any of the settings
+            above; parameters in none of them get the settings above.
+        replicate_async: on a replicated mesh, let new weights travel under the next forward.
+
+    Raises:
+        SetupError: for a model that was not prepared, or a setting out of range.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public signature
+        self,
+        model: nn.Module,
+        lr: float | torch.Tensor = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        ns_coefficients: Coefficients = POLAR_EXPRESS_COEFFICIENTS,
+        ns_dtype: torch.dtype | None = None,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        eps: float = 1e-7,
+        adamw_lr: float | torch.Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.01,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        replicate_async: bool = True,
+    ) -> None:
+        settings = {
+            **{"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay},
+            **{"ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype},
+            **{"adjust_lr_fn": adjust_lr_fn, "eps": eps, "adamw_lr": adamw_lr},
+            **{"adamw_betas": adamw_betas, "adamw_eps": adamw_eps},
+            "adamw_weight_decay": adamw_weight_decay,
+        }
+        if not isinstance(model, nn.Module):
+            raise SetupError(
+                f"Muon takes the model, not its parameters (got {type(model).__name__}): Muon(model)"
+            )
+        self.dedication = dedications.of(model)
+        self.replicate_async = replicate_async
+        self.num_steps = 0
+        engine = self.dedication.engine
+        groups = make_groups(_named_parameters(model, self.dedication), settings, param_groups)
+        super().__init__(groups, {})
+        self._adamw = self._make_adamw()
+        self._parcels: list[Parcel] = [p for block in engine.blocks for p in block.parcels]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Owners update their matrices; on a 1D mesh that part needs no collective, on a replicated
+        one the new weights are published along ``replicate``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self.dedication.engine
+        engine.settle_weights()
+        engine.ledger.settle(engine.counters)
+        self._step_owned()
+        engine.publish(wait=not self.replicate_async)
+        if self._adamw is not None:
+            self._adamw.step()
+        self.num_steps += 1
+        engine.counters.steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, local, reduced and still on their way."""
+        self.dedication.engine.zero_grad()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> NoReturn:
+        """Refused: each rank would save its own share under numbers that mean nothing elsewhere.
+
+        Raises:
+            OwnershipError: always; it names the function to call.
+        """
+        raise OwnershipError(
+            "the state of this optimizer lives on the owners; call "
+            "dmuon.get_optimizer_state_dict(model, optimizer) on every rank"
+        )
+
+    def load_state_dict(self, state_dict: object) -> NoReturn:
+        """Refused, see ``state_dict``.
+
+        Raises:
+            OwnershipError: always; it names the function to call.
+        """
+        raise OwnershipError(
+            "the state of this optimizer lives on the owners; call "
+            "dmuon.set_optimizer_state_dict(model, optimizer, state_dict) on every rank"
+        )
+
+    def _step_owned(self) -> None:
+        engine = self.dedication.engine
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for parcel in self._parcels:
+            if parcel.master is None:
+                continue
+            for param, weight in zip(parcel.params, parcel.views(parcel.master), strict=True):
+                grad = engine.ledger.grad(param)
+                group = group_of.get(param.param)
+                if grad is None or group is None:
+                    continue
+                with record_function("dmuon::newton_schulz"):
+                    self._update(param.param, weight, grad, group)
+                engine.counters.newton_schulz += 1
+
+    def _update(
+        self, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor, group: Group
+    ) -> None:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight, dtype=MASTER_DTYPE)
+        update_matrix_(
+            weight,
+            grad,
+            state["momentum_buffer"],
+            lr=group["lr"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+            ns_steps=group["ns_steps"],
+            ns_coefficients=group["ns_coefficients"],
+            ns_dtype=group["ns_dtype"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+            eps=group["eps"],
+        )
+
+    def _make_adamw(self) -> torch.optim.AdamW | None:
+        """Stock AdamW over our own groups and state, so schedulers and dicts see one optimizer."""
+        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if not groups:
+            return None
+        adamw = torch.optim.AdamW([param for group in groups for param in group["params"]])
+        adamw.param_groups = groups
+        adamw.state = self.state
+        return adamw
+
+
+def _named_parameters(model: nn.Module, dedication: Dedication) -> Named:
+    if dedication.unfilled:
+        raise SetupError(
+            f"{sorted(dedication.unfilled)[0]} and {len(dedication.unfilled) - 1} more are on the "
+            "meta device; call model.to_empty(device=...) and initialise, or "
+            "dmuon.set_model_state_dict(model, state_dict), before Muon(model)"
+        )
+    owned = {param.param: param.name for param in dedication.params}
+    dedicated = {name: param for param, name in owned.items() if param.requires_grad}
+    symmetric: dict[str, nn.Parameter] = {}
+    for name, param in model.named_parameters():
+        if param in owned or not param.requires_grad:
+            continue
+        if not isinstance(param, DTensor) and dedication.owner_map.num_owners > 1:
+            raise SetupError(
+                f"{name} is neither dedicated nor sharded, so its gradients would never be "
+                "averaged over the ranks; call fully_shard(model, mesh=mesh) before Muon(model)"
+            )
+        symmetric[original_name(name)] = param
+    return Named(dedicated, symmetric)

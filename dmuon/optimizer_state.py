@@ -1,0 +1,236 @@
+"""Optimizer state dicts: whole tensors by name, plain types, free of the mesh."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dmuon import dedication as dedications
+from dmuon.agreement import Courier, gather_objects, raise_together
+from dmuon.dedication import Dedication
+from dmuon.errors import SetupError
+from dmuon.optimizer import Muon
+from dmuon.parcel import MASTER_DTYPE, Parcel
+
+_SYMMETRIC_SECTIONS = ("fsdp2", "fsdp", "dedicated_adamw")  # the last two from other writers
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_PARTS = ("momentum_buffer", "master_weight")
+
+
+@torch.no_grad()
+def get_optimizer_state_dict(
+    model: nn.Module, optimizer: Muon, *, cpu_offload: bool = False, rank0_only: bool = False
+) -> dict[str, Any]:
+    """The optimizer's whole state by original names. Collective over the mesh.
+
+    Args:
+        model: as given to ``dedicate_params``.
+        optimizer: the ``dmuon.Muon`` of this model.
+        cpu_offload: put the values into host memory.
+        rank0_only: the first rank of the mesh gets the dict, all others an empty one.
+
+    Returns:
+        ``{"fsdp2": {name: {"exp_avg", "exp_avg_sq", "step"}}, "dedicated": {name:
+        {"momentum_buffer"}}, "param_groups": [...], "num_steps": int}``; matrices that are not
+        float32 in the model also have their float32 ``"master_weight"``. Plain types only, so
+        ``torch.load(..., weights_only=True)`` reads it.
+    """
+    dedication = _dedication_of(model, optimizer)
+    dedication.engine.settle_weights()
+    keep = not rank0_only or dedication.owner_map.rank == 0
+    device = torch.device("cpu") if cpu_offload else dedication.device
+    symmetric: dict[str, Any] = {}
+    for name, param in _symmetric_params(optimizer).items():
+        state = optimizer.state.get(param)
+        if state:
+            values = {key: _full(state[key], device) for key in (*_MOMENTS, "step")}
+            if keep:
+                symmetric[name] = values
+    dedicated = _get_dedicated(dedication, optimizer, keep, device)
+    if not keep:
+        return {}
+    groups = [_plain_group(group) for group in optimizer.param_groups]
+    return {
+        **{"fsdp2": symmetric, "dedicated": dedicated},
+        **{"param_groups": groups, "num_steps": optimizer.num_steps},
+    }
+
+
+@torch.no_grad()
+def set_optimizer_state_dict(
+    model: nn.Module, optimizer: Muon, state_dict: Mapping[str, Any]
+) -> None:
+    """Load a whole optimizer state, written on any mesh. Collective over the mesh.
+
+    Every rank passes the full dict, or the first rank alone and all others an empty one.
+    Settings of the parameter groups (rates, decay, ...) are restored too.
+
+    Raises:
+        StateDictError: the same on every rank, before anything changed.
+    """
+    dedication = _dedication_of(model, optimizer)
+    dedication.engine.settle_weights()
+    courier = Courier(dedication, _flatten(state_dict))
+    _check(dedication, optimizer, courier)
+    for name, param in _symmetric_params(optimizer).items():
+        _set_symmetric(optimizer, name, param, courier)
+    for block in dedication.engine.blocks:
+        for parcel in block.parcels:
+            _set_parcel(optimizer, parcel, courier)
+    if "param_groups" in courier.described:
+        saved_groups = courier.fetch("param_groups")
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+            group.update(_live_group(saved))
+    if "num_steps" in courier.described:
+        optimizer.num_steps = int(courier.fetch("num_steps"))
+    dedication.engine.publish(wait=True)
+
+
+def _dedication_of(model: nn.Module, optimizer: Muon) -> Dedication:
+    dedication = dedications.of(model)
+    if not isinstance(optimizer, Muon) or optimizer.dedication is not dedication:
+        raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
+    return dedication
+
+
+def _symmetric_params(optimizer: Muon) -> dict[str, nn.Parameter]:
+    return {
+        name: param
+        for group in optimizer.param_groups
+        if group["algorithm"] == "adamw"
+        for name, param in zip(group["names"], group["params"], strict=True)
+    }
+
+
+def _get_dedicated(
+    dedication: Dedication, optimizer: Muon, keep: bool, device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    started = [p.name for p in dedication.params if optimizer.state.get(p.param)]
+    have_momentum = {n for names in gather_objects(dedication, started) for n in names}
+    dedicated: dict[str, dict[str, torch.Tensor]] = {}
+    for block in dedication.engine.blocks:
+        for parcel in block.parcels:
+            momentum = parcel.gather_full(_flat_momentum(optimizer, parcel))
+            parts = {"momentum_buffer": momentum}
+            if any(param.dtype != MASTER_DTYPE for param in parcel.params):
+                parts["master_weight"] = parcel.gather_full(parcel.master)
+            for index, param in enumerate(parcel.params if keep else ()):
+                entry = {k: parcel.views(flat)[index] for k, flat in parts.items()}
+                if param.name not in have_momentum:
+                    del entry["momentum_buffer"]
+                if entry:
+                    dedicated[param.name] = {k: _full(v, device) for k, v in entry.items()}
+    return dedicated
+
+
+def _flat_momentum(optimizer: Muon, parcel: Parcel) -> torch.Tensor | None:
+    if parcel.master is None:
+        return None
+    flat = torch.zeros_like(parcel.master)
+    for param, view in zip(parcel.params, parcel.views(flat), strict=True):
+        state = optimizer.state.get(param.param)
+        if state:
+            view.copy_(state["momentum_buffer"])
+    return flat
+
+
+def _full(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().to(device=device, copy=True).contiguous()
+
+
+def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in group.items() if key != "params"}
+    for key, value in plain.items():
+        if isinstance(value, torch.dtype):
+            plain[key] = str(value).removeprefix("torch.")
+        elif isinstance(value, torch.Tensor):
+            plain[key] = value.item()
+    return plain
+
+
+def _live_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+    live = {key: value for key, value in saved.items() if key not in ("params", "names")}
+    if isinstance(live.get("ns_dtype"), str):
+        live["ns_dtype"] = getattr(torch, live["ns_dtype"])
+    return live
+
+
+def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, content in state_dict.items():
+        if section in (*_SYMMETRIC_SECTIONS, "dedicated"):
+            kind = "dedicated" if section == "dedicated" else "fsdp2"
+            for name, entries in content.items():
+                for key, value in entries.items():
+                    flat[f"{kind}/{name}/{key}"] = value
+        else:
+            flat[section] = content
+    return flat
+
+
+def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
+    shapes = {f"fsdp2/{n}": p.shape for n, p in _symmetric_params(optimizer).items()}
+    shapes |= {f"dedicated/{p.name}": p.shape for p in dedication.params}
+    problems: list[str] = []
+    for path, (_, shape, _) in courier.described.items():
+        if "/" not in path:
+            continue
+        owner, _, key = path.rpartition("/")
+        if owner not in shapes:
+            problems.append(f"{path}: no such parameter in this optimizer")
+        elif key in (*_MOMENTS, *_PARTS) and shape != shapes[owner]:
+            problems.append(f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}")
+    for name in _symmetric_params(optimizer):
+        keys = [key for key in (*_MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
+        if 0 < len(keys) < 3:
+            problems.append(f"fsdp2/{name}: has only {keys}, needs exp_avg, exp_avg_sq and step")
+    problems += _check_groups(optimizer, courier)
+    raise_together(dedication, "the optimizer state dict", problems)
+
+
+def _check_groups(optimizer: Muon, courier: Courier) -> list[str]:
+    if "param_groups" not in courier.described:
+        return []
+    saved = [list(group.get("names", [])) for group in courier.fetch("param_groups")]
+    if saved != [list(group["names"]) for group in optimizer.param_groups]:
+        return ["param_groups: other parameters or another order than in this optimizer"]
+    return []
+
+
+def _set_symmetric(optimizer: Muon, name: str, param: nn.Parameter, courier: Courier) -> None:
+    if f"fsdp2/{name}/step" not in courier.described:
+        optimizer.state.pop(param, None)
+        return
+    state: dict[str, torch.Tensor] = {}
+    step = courier.fetch(f"fsdp2/{name}/step")
+    state["step"] = torch.as_tensor(step, dtype=torch.float32).detach().clone().cpu()
+    for key in _MOMENTS:
+        value = courier.fetch(f"fsdp2/{name}/{key}").detach().to(device=param.device)
+        value = value.to(param.dtype)
+        if isinstance(param, DTensor):
+            mesh, placements = param.device_mesh, param.placements
+            state[key] = distribute_tensor(value, mesh, placements, src_data_rank=None).clone()
+        else:
+            state[key] = value.clone()
+    optimizer.state[param] = state
+
+
+def _set_parcel(optimizer: Muon, parcel: Parcel, courier: Courier) -> None:
+    for index, param in enumerate(parcel.params):
+        values = {
+            key: courier.fetch(f"dedicated/{param.name}/{key}")
+            for key in _PARTS
+            if f"dedicated/{param.name}/{key}" in courier.described
+        }
+        if parcel.master is None:
+            continue
+        if "master_weight" in values:
+            parcel.views(parcel.master)[index].copy_(values["master_weight"])
+        optimizer.state.pop(param.param, None)
+        if "momentum_buffer" in values:
+            momentum = values["momentum_buffer"].detach()
+            momentum = momentum.to(device=parcel.device, dtype=MASTER_DTYPE, copy=True)
+            optimizer.state[param.param] = {"momentum_buffer": momentum.contiguous()}

@@ -1,0 +1,156 @@
+"""From an owner's number to the collectives that reach it: the only place that knows the mesh.
+
+A mesh is a grid of ``R`` replicas (rows) by ``S`` shards (columns); a 1D mesh has one row. The
+owner numbered ``k`` sits at row ``k // S``, column ``k % S``. All ranks of its column are
+*sources*: in every row, the source broadcasts the weights to its row before use. Gradients go the
+other way, along the row to the source, then along the column to the owner; new weights are
+published down the column.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One collective of a route, as this rank sees it.
+
+    Attributes:
+        group: the process group.
+        root: the rank inside the group that sends (weights) or receives (gradients).
+    """
+
+    group: dist.ProcessGroup
+    root: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self.group.size()
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self.group.rank() == self.root
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one owner's matrices travel, as this rank sees it.
+
+    Attributes:
+        is_owner: this rank holds the float32 master weights and the momentum.
+        is_source: this rank sends the weights to its row.
+        unshard: the leg that makes the weights whole on every rank of the row.
+        reduce: the legs gradients take, in order; a rank takes part in those it is listed with.
+        publish: the legs new weights take after a step; empty where nobody waits for them.
+    """
+
+    is_owner: bool
+    is_source: bool
+    unshard: Leg
+    reduce: tuple[Leg, ...]
+    publish: tuple[Leg, ...]
+
+
+class OwnerMap(Protocol):
+    """What every kind of mesh offers."""
+
+    @property
+    def num_owners(self) -> int:
+        """Number of ranks that can own a matrix."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of rows: how often each symmetric shard exists."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's own number as an owner."""
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks of the mesh in the order of their owner numbers, for checks and dicts."""
+
+    def route(self, owner: int) -> Route:
+        """How the matrices of ``owner`` travel."""
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group made here."""
+
+
+class ShardOwners:
+    """Owners of a 1D mesh: one row, so gradients take one leg and nothing is published."""
+
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None) -> None:
+        ranks = mesh.mesh.flatten().tolist()
+        self._unshard = _own_group(ranks, timeout)
+        self._reduce = _own_group(ranks, timeout)
+        self.everyone = _own_group(ranks, timeout)
+        self.num_owners = len(ranks)
+        self.num_replicas = 1
+        self.rank = self.everyone.rank()
+
+    def route(self, owner: int) -> Route:
+        """How the matrices of ``owner`` travel."""
+        is_owner = owner == self.rank
+        return Route(
+            is_owner=is_owner,
+            is_source=is_owner,
+            unshard=Leg(self._unshard, owner),
+            reduce=(Leg(self._reduce, owner),),
+            publish=(),
+        )
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group made here."""
+        return [self._unshard, self._reduce, self.everyone]
+
+
+class GridOwners:
+    """Owners of a ``(replicate, shard)`` mesh: one owner a matrix over all its ranks."""
+
+    def __init__(self, ranks_RS: torch.Tensor, timeout: timedelta | None) -> None:
+        rows, columns = ranks_RS.tolist(), ranks_RS.T.tolist()
+        me = dist.get_rank()
+        self._row = next(i for i, row in enumerate(rows) if me in row)
+        self._column = next(i for i, column in enumerate(columns) if me in column)
+        self._num_columns = len(columns)
+        self._unshard = _own_group(rows[self._row], timeout)
+        self._reduce_row = _own_group(rows[self._row], timeout)
+        self._reduce_column = _own_group(columns[self._column], timeout)
+        self._publish = _own_group(columns[self._column], timeout)
+        self.everyone = _own_group(ranks_RS.flatten().tolist(), timeout)
+        self.num_owners = ranks_RS.numel()
+        self.num_replicas = len(rows)
+        self.rank = self.everyone.rank()
+
+    def route(self, owner: int) -> Route:
+        """How the matrices of ``owner`` travel."""
+        row, column = divmod(owner, self._num_columns)
+        is_source = column == self._column
+        to_source = Leg(self._reduce_row, column)
+        return Route(
+            is_owner=owner == self.rank,
+            is_source=is_source,
+            unshard=Leg(self._unshard, column),
+            reduce=(to_source, Leg(self._reduce_column, row)) if is_source else (to_source,),
+            publish=(Leg(self._publish, row),) if is_source else (),
+        )
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group made here."""
+        own = [self._unshard, self._reduce_row, self._reduce_column, self._publish]
+        return [*own, self.everyone]
+
+
+def _own_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A new group over ``ranks``, so that a user's collectives cannot come between ours."""
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

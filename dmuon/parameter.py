@@ -1,0 +1,48 @@
+"""One dedicated parameter: a leaf that stays in its module while its storage comes and goes."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass(eq=False)
+class DedicatedParam:
+    """One hidden matrix, as every rank sees it.
+
+    The ``nn.Parameter`` stays registered for ever, so autograd hooks and optimizer keys hold. Where
+    its values are not at hand it is a view of a single NaN: shapes stay true, memory is free, and
+    a read that nobody prepared shows at once instead of reading freed memory.
+
+    Attributes:
+        name: in the original model.
+        sites: every ``(module, attribute)`` it is registered as; more than one when tied.
+        shape: ``(M, N)``.
+        dtype: of the original parameter.
+        owner: number of its owner.
+    """
+
+    name: str
+    sites: list[tuple[nn.Module, str]]
+    shape: torch.Size
+    dtype: torch.dtype
+    owner: int
+    aliases: list[str] = field(default_factory=list)
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The leaf, looked up anew: ``to_empty`` may have replaced the object."""
+        module, attribute = self.sites[0]
+        param = module._parameters[attribute]
+        assert param is not None
+        return param
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.shape.numel()
+
+    def hide(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Show a NaN of the right shape instead of values."""
+        nan = torch.full((1,) * len(self.shape), float("nan"), dtype=dtype, device=device)
+        self.param.data = nan.expand(self.shape)

@@ -1,0 +1,149 @@
+"""What one owner sends together: its matrices of one block, back to back in one buffer.
+
+Glossary. *master*: the float32 weights, on the owner alone. *wire*: the weights in the compute
+dtype; whole on a source for ever, elsewhere only between unshard and reshard. Where the compute
+dtype is float32 the owner's wire is its master, so nothing is copied or kept twice.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dmuon.counters import Counters
+from dmuon.owner_map import Leg, Route
+from dmuon.parameter import DedicatedParam
+
+MASTER_DTYPE = torch.float32
+
+
+class Parcel:
+    """The matrices of one owner in one block; all their collectives move one flat buffer."""
+
+    def __init__(
+        self,
+        owner: int,
+        params: Sequence[DedicatedParam],
+        route: Route,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.owner = owner
+        self.params = list(params)
+        self.route = route
+        self.dtype = dtype
+        self.device = device
+        self.numel = sum(param.numel for param in params)
+        self.master: torch.Tensor | None = None
+        self._wire: torch.Tensor | None = None
+        self._arriving: dist.Work | None = None
+        self._publishing: list[dist.Work] = []
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One view into ``flat`` a parameter, each of its full shape."""
+        pieces = flat[: self.numel].split([param.numel for param in self.params])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+
+    def adopt(self, values: Sequence[torch.Tensor]) -> None:
+        """Take ``values`` as the weights this rank keeps; a rank that keeps none drops them.
+
+        A source of another row than the owner's takes them too: they are overwritten by the
+        first publish.
+        """
+        self._wire = None
+        if self.route.is_owner:
+            self.master = self._filled(MASTER_DTYPE, values)
+        if self.route.is_source and not (self.route.is_owner and self.dtype == MASTER_DTYPE):
+            self._wire = self._filled(self.dtype, values)
+        self.hide()
+
+    def hide(self) -> None:
+        """Show NaN where this rank keeps no values; sources show their own copy."""
+        if self.route.is_source:
+            self._show(self._source_wire())
+        else:
+            for param in self.params:
+                param.hide(self.dtype, self.device)
+
+    def start_unshard(self, counters: Counters) -> None:
+        """Begin to make the weights whole here. Collective over the row; asynchronous."""
+        leg = self.route.unshard
+        wire = self._source_wire() if leg.is_root else self._arrival_wire()
+        if leg.size > 1:
+            counters.count("broadcast", wire.nbytes)
+            self._arriving = dist.broadcast(
+                wire, group=leg.group, group_src=leg.root, async_op=True
+            )
+
+    def finish_unshard(self) -> None:
+        """Wait for what ``start_unshard`` began, then show the weights."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        wire = self._source_wire() if self.route.unshard.is_root else self._wire
+        assert wire is not None
+        self._show(wire)
+
+    def reshard(self) -> None:
+        """Free what does not belong here; autograd's views of it stay valid for the next unshard."""
+        if not self.route.unshard.is_root:
+            assert self._wire is not None
+            self._wire.untyped_storage().resize_(0)
+        self.hide()
+
+    def update_wire(self) -> None:
+        """After the master changed: bring the owner's own wire up to date."""
+        if self.master is not None and self._wire is not None:
+            self._wire.copy_(self.master)
+
+    def start_publish(self, counters: Counters) -> None:
+        """Send the owner's weights to the other sources. Collective over each publish leg."""
+        for leg in self.route.publish:
+            if leg.size > 1:
+                wire = self._source_wire()
+                counters.count("publish", wire.nbytes)
+                work = dist.broadcast(wire, group=leg.group, group_src=leg.root, async_op=True)
+                self._publishing.append(work)
+
+    def drain(self) -> None:
+        """Wait for what is being published. Local: the works were started on all ranks."""
+        for work in self._publishing:
+            work.wait()
+        self._publishing.clear()
+
+    def gather_full(self, values: torch.Tensor | None) -> torch.Tensor:
+        """The owner's flat float32 ``values``, on every rank. Collective over the whole mesh.
+
+        Args:
+            values: the flat buffer on the owner (master, momentum), ignored elsewhere.
+        """
+        flat = torch.empty(self.numel, dtype=MASTER_DTYPE, device=self.device)
+        if self.route.is_owner:
+            assert values is not None
+            flat.copy_(values)
+        legs: list[Leg] = [*self.route.publish, self.route.unshard]
+        for leg in legs:
+            if leg.size > 1:
+                dist.broadcast(flat, group=leg.group, group_src=leg.root)
+        return flat
+
+    def _filled(self, dtype: torch.dtype, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = torch.empty(self.numel, dtype=dtype, device=self.device)
+        for view, value in zip(self.views(flat), values, strict=True):
+            view.copy_(value)
+        return flat
+
+    def _source_wire(self) -> torch.Tensor:
+        wire = self.master if self._wire is None else self._wire
+        assert wire is not None
+        return wire
+
+    def _arrival_wire(self) -> torch.Tensor:
+        if self._wire is None:
+            self._wire = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self._wire.untyped_storage().resize_(self.numel * self._wire.itemsize)
+        return self._wire
+
+    def _show(self, wire: torch.Tensor) -> None:
+        for param, view in zip(self.params, self.views(wire), strict=True):
+            param.param.data = view

@@ -1,0 +1,25 @@
+"""The private corners of torch this package stands on, all in one file (torch 2.11 to 2.13)."""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once when the running backward is over; callable from its hooks only."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def not_compiled(hook: Callable[P, R]) -> Callable[P, R]:
+    """``hook``, kept out of ``torch.compile`` graphs: it communicates and swaps storage."""
+    disabled: Callable[P, R] = torch.compiler.disable(hook, recursive=True)
+    return disabled

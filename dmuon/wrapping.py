@@ -1,0 +1,52 @@
+"""Living beside ``fully_shard``: it must leave dedicated parameters alone, called plainly.
+
+``fully_shard`` asks each module for ``named_parameters(recurse=False)``. Between ``dedicate_params``
+and the first use, modules that own dedicated parameters answer that question without them. It is
+an override of a public method on those instances alone, taken back by ``reveal``; no function of
+torch is patched. ``fully_shard(..., ignored_params=set(get_dedicated_params(model).values()))``
+does the same by hand.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def hide(module: nn.Module, attributes: set[str]) -> None:
+    """Leave ``attributes`` out when ``module`` is asked for its own parameters alone."""
+    everything = type(module).named_parameters
+
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in everything(module, prefix, recurse, remove_duplicate):
+            if recurse or name.rpartition(".")[2] not in attributes:
+                yield name, param
+
+    module.__dict__["named_parameters"] = named_parameters
+
+
+def reveal(module: nn.Module) -> None:
+    """Take ``hide`` back."""
+    module.__dict__.pop("named_parameters", None)
+
+
+def boundary_of(module_name: str, model: nn.Module) -> str:
+    """Name of the module whose hooks serve the parameters of ``module_name``.
+
+    The nearest module given to ``fully_shard``; without any, the outermost element of a module
+    list that has a forward of its own; else the root, which is called for certain.
+    """
+    parts = module_name.split(".") if module_name else []
+    names = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    modules = [(name, model.get_submodule(name)) for name in names]
+    sharded = [name for name, module in modules[1:] if isinstance(module, FSDPModule)]
+    if sharded:
+        return sharded[-1]
+    if any(isinstance(module, FSDPModule) for module in model.modules() if module is not model):
+        return ""
+    for (_, parent), (name, module) in zip(modules, modules[1:], strict=False):
+        if isinstance(parent, nn.ModuleList) and type(module).forward is not nn.Module.forward:
+            return name
+    return ""
