@@ -1,0 +1,43 @@
+"""What can go wrong, as types; each carries the exit code of the command.
+
+    PlatformError      1   gave up, or anything below
+    ├── SpecError     78   the job file, or what it asks for, is wrong: nothing was started
+    ├── GracefulStop  75   stopped on request after a checkpoint: submit again to go on
+    ├── Diverged      86   the loss or a gradient is no longer a number
+    └── FatalError    70   the same failure again: another attempt would not help
+
+A message names the thing, the rule and the way out. Only the message is carried, so all of them
+survive the pickling by which Ray sends errors between processes.
+"""
+
+from typing import ClassVar
+
+
+class PlatformError(Exception):
+    """The platform cannot go on. The message says what, why, and what to do about it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class SpecError(PlatformError):
+    """The job cannot be run as it is written."""
+
+    exit_code: ClassVar[int] = 78
+
+
+class GracefulStop(PlatformError):  # noqa: N818 - a stop on request is not an error
+    """The job was asked to stop, saved a checkpoint and ended; started again, it goes on."""
+
+    exit_code: ClassVar[int] = 75
+
+
+class Diverged(PlatformError):  # noqa: N818 - named for what happened to the run
+    """The loss or a gradient became infinite or not a number."""
+
+    exit_code: ClassVar[int] = 86
+
+
+class FatalError(PlatformError):
+    """A failure that another attempt would only repeat."""
+
+    exit_code: ClassVar[int] = 70
