@@ -21,7 +21,7 @@ from dmuon.partition import Matrix, Plan, make_plan
 from dmuon.selection import Predicate, is_hidden_matrix, select
 
 
-def dedicate_params(
+def dedicate_params(  # noqa: PLR0913 - the public signature
     model: nn.Module,
     mesh: DeviceMesh,
     predicate: Predicate = is_hidden_matrix,

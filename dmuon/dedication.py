@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from dmuon import wrapping
@@ -62,6 +62,17 @@ class Dedication:
                 if block.module is self.model:
                     self.engine.pre_forward(index)
 
+    def settle(self) -> None:
+        """Put every weight into its resting place, so that it may be read or changed. Local.
+
+        ``fully_shard`` keeps a module unsharded after a forward without backward (its root always)
+        and would go on computing with those weights after they were updated.
+        """
+        self.engine.settle_weights()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     @contextmanager
     def guards_off(self) -> Iterator[None]:
         """Let ``model.state_dict()`` through, for this package's own walk over its names."""
@@ -85,7 +96,7 @@ class Dedication:
             if isinstance(param.param, DTensor):
                 raise SetupError(
                     f"{param.name} was sharded by fully_shard although it has an owner; pass "
-                    "fully_shard(..., ignored_params=set(dmuon.get_dedicated_params(model).values()))"
+                    "set(dmuon.get_dedicated_params(model).values()) as ignored_params to fully_shard"
                 )
             for module, _ in param.sites:
                 wrapping.reveal(module)

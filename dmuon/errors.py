@@ -3,7 +3,7 @@
 ::
 
     DMuonError
-    ├── SetupError (ValueError)        wrong arguments, wrong order of calls, a mesh that does not fit
+    ├── SetupError (ValueError)        wrong arguments or order of calls, a mesh that does not fit
     ├── OwnershipError (RuntimeError)  weights or gradients asked for in a way owners cannot serve
     └── StateDictError (ValueError)    names or shapes of a state dict that do not fit the model
 """

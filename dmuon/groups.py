@@ -19,8 +19,13 @@ MUON_KEYS = (
 )
 ADAMW_KEYS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 _ADAMW_SWITCHES = {
-    **{"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False},
-    **{"foreach": None, "fused": None, "decoupled_weight_decay": True},
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "foreach": None,
+    "fused": None,
+    "decoupled_weight_decay": True,
 }
 
 
@@ -110,12 +115,17 @@ def _check(settings: Mapping[str, Any], where: str) -> None:
         raise SetupError(f"{where}: momentum must be in [0, 1), got {settings['momentum']!r}")
     if not settings["eps"] > 0:
         raise SetupError(f"{where}: eps must be above 0, got {settings['eps']!r}")
+    _check_choices(settings, where)
+
+
+def _check_choices(settings: Mapping[str, Any], where: str) -> None:
     betas = settings["adamw_betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise SetupError(f"{where}: adamw_betas must be two numbers in [0, 1), got {betas!r}")
     if settings["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise SetupError(
-            f"{where}: adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {settings['adjust_lr_fn']!r}"
+            f"{where}: adjust_lr_fn must be one of {ADJUST_LR_FNS}, "
+            f"got {settings['adjust_lr_fn']!r}"
         )
     if settings["ns_dtype"] not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise SetupError(

@@ -39,7 +39,7 @@ def get_model_state_dict(
         Loads with ``strict=True`` into the model that was never wrapped.
     """
     dedication = dedications.of(model)
-    dedication.engine.settle_weights()
+    dedication.settle()
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def set_model_state_dict(
         StateDictError: the same on every rank, listing every name that does not fit.
     """
     dedication = dedications.of(model)
-    dedication.engine.settle_weights()
+    dedication.settle()
     courier = Courier(dedication, dict(state_dict))
     targets = dict(_walk(dedication))
     report = _check(dedication, targets, courier, strict)

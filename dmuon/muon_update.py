@@ -1,10 +1,12 @@
 """The update of one matrix; the method itself in two short functions."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from dmuon.newton_schulz import Coefficients, newton_schulz
+from dmuon.newton_schulz import newton_schulz
 
 ADJUST_LR_FNS = ("match_rms_adamw", "original", None)
 
@@ -27,23 +29,30 @@ def update_matrix_(
     weight: torch.Tensor,
     grad: torch.Tensor,
     momentum_buffer: torch.Tensor,
-    *,
-    lr: float | torch.Tensor,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    ns_steps: int,
-    ns_coefficients: Coefficients,
-    ns_dtype: torch.dtype | None,
-    adjust_lr_fn: str | None,
-    eps: float,
+    group: Mapping[str, Any],
 ) -> None:
-    """One Muon step of one ``M x N`` matrix, in place on the float32 weight and momentum."""
+    """One Muon step of one ``M x N`` matrix, in place on the float32 weight and momentum.
+
+    Args:
+        weight: the master weight.
+        grad: the mean gradient.
+        momentum_buffer: of the last step, zeros before the first.
+        group: the settings of its parameter group.
+    """
+    momentum = group["momentum"]
     momentum_buffer.mul_(momentum).add_(grad)
-    update = torch.add(grad, momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+    if group["nesterov"]:
+        update = torch.add(grad, momentum_buffer, alpha=momentum)
+    else:
+        update = momentum_buffer
     orthogonal = newton_schulz(
-        update, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype, eps=eps
+        update,
+        steps=group["ns_steps"],
+        coefficients=group["ns_coefficients"],
+        dtype=group["ns_dtype"],
+        eps=group["eps"],
     )
-    step = float(lr)
-    weight.mul_(1 - step * weight_decay)
-    weight.add_(orthogonal.to(weight.dtype), alpha=-step * lr_scale(weight.shape, adjust_lr_fn))
+    lr = float(group["lr"])
+    scale = lr_scale(weight.shape, group["adjust_lr_fn"])
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.add_(orthogonal.to(weight.dtype), alpha=-lr * scale)

@@ -69,15 +69,24 @@ class Muon(torch.optim.Optimizer):
         replicate_async: bool = True,
     ) -> None:
         settings = {
-            **{"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay},
-            **{"ns_steps": ns_steps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype},
-            **{"adjust_lr_fn": adjust_lr_fn, "eps": eps, "adamw_lr": adamw_lr},
-            **{"adamw_betas": adamw_betas, "adamw_eps": adamw_eps},
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "eps": eps,
+            "adamw_lr": adamw_lr,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
             "adamw_weight_decay": adamw_weight_decay,
         }
         if not isinstance(model, nn.Module):
             raise SetupError(
-                f"Muon takes the model, not its parameters (got {type(model).__name__}): Muon(model)"
+                "Muon takes the model, not its parameters "
+                f"(got {type(model).__name__}): Muon(model)"
             )
         self.dedication = dedications.of(model)
         self.replicate_async = replicate_async
@@ -100,7 +109,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self.dedication.engine
-        engine.settle_weights()
+        self.dedication.settle()
         engine.ledger.settle(engine.counters)
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
@@ -158,20 +167,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, dtype=MASTER_DTYPE)
-        update_matrix_(
-            weight,
-            grad,
-            state["momentum_buffer"],
-            lr=group["lr"],
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            weight_decay=group["weight_decay"],
-            ns_steps=group["ns_steps"],
-            ns_coefficients=group["ns_coefficients"],
-            ns_dtype=group["ns_dtype"],
-            adjust_lr_fn=group["adjust_lr_fn"],
-            eps=group["eps"],
-        )
+        update_matrix_(weight, grad, state["momentum_buffer"], group)
 
     def _make_adamw(self) -> torch.optim.AdamW | None:
         """Stock AdamW over our own groups and state, so schedulers and dicts see one optimizer."""

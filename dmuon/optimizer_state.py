@@ -38,7 +38,7 @@ def get_optimizer_state_dict(
         ``torch.load(..., weights_only=True)`` reads it.
     """
     dedication = _dedication_of(model, optimizer)
-    dedication.engine.settle_weights()
+    dedication.settle()
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     symmetric: dict[str, Any] = {}
@@ -53,8 +53,10 @@ def get_optimizer_state_dict(
         return {}
     groups = [_plain_group(group) for group in optimizer.param_groups]
     return {
-        **{"fsdp2": symmetric, "dedicated": dedicated},
-        **{"param_groups": groups, "num_steps": optimizer.num_steps},
+        "fsdp2": symmetric,
+        "dedicated": dedicated,
+        "param_groups": groups,
+        "num_steps": optimizer.num_steps,
     }
 
 
@@ -71,7 +73,7 @@ def set_optimizer_state_dict(
         StateDictError: the same on every rank, before anything changed.
     """
     dedication = _dedication_of(model, optimizer)
-    dedication.engine.settle_weights()
+    dedication.settle()
     courier = Courier(dedication, _flatten(state_dict))
     _check(dedication, optimizer, courier)
     for name, param in _symmetric_params(optimizer).items():

@@ -85,7 +85,7 @@ class Parcel:
         self._show(wire)
 
     def reshard(self) -> None:
-        """Free what does not belong here; autograd's views of it stay valid for the next unshard."""
+        """Free what belongs to others; autograd's views of it are filled again by an unshard."""
         if not self.route.unshard.is_root:
             assert self._wire is not None
             self._wire.untyped_storage().resize_(0)

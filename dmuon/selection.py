@@ -58,7 +58,7 @@ def select(model: nn.Module, predicate: Predicate) -> list[DedicatedParam]:
     return list(chosen.values())
 
 
-def _embedding_weights(model: nn.Module) -> set[nn.Parameter]:
+def _embedding_weights(model: nn.Module) -> set[torch.Tensor]:
     return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
 
 

@@ -1,13 +1,14 @@
 """Living beside ``fully_shard``: it must leave dedicated parameters alone, called plainly.
 
-``fully_shard`` asks each module for ``named_parameters(recurse=False)``. Between ``dedicate_params``
-and the first use, modules that own dedicated parameters answer that question without them. It is
-an override of a public method on those instances alone, taken back by ``reveal``; no function of
-torch is patched. ``fully_shard(..., ignored_params=set(get_dedicated_params(model).values()))``
-does the same by hand.
+``fully_shard`` asks each module for ``named_parameters(recurse=False)``. Between
+``dedicate_params`` and the first use, modules that own dedicated parameters answer that question
+without them. It is an override of a public method on those instances alone, taken back by
+``reveal``; no function of torch is patched. Passing ``ignored_params`` to ``fully_shard`` with the
+values of ``get_dedicated_params(model)`` does the same by hand.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -46,7 +47,7 @@ def boundary_of(module_name: str, model: nn.Module) -> str:
         return sharded[-1]
     if any(isinstance(module, FSDPModule) for module in model.modules() if module is not model):
         return ""
-    for (_, parent), (name, module) in zip(modules, modules[1:], strict=False):
+    for (_, parent), (name, module) in pairwise(modules):
         if isinstance(parent, nn.ModuleList) and type(module).forward is not nn.Module.forward:
             return name
     return ""

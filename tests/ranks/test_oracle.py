@@ -4,45 +4,15 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks_runner import run_ranks
-from tiny import FormulaMuon, build, is_proj, loss_of, share, tokens
+from tiny import FormulaMuon, build, is_proj, loss_of, tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from wrapped import make_mesh, prepare, train
 
 import dmuon
 
 STEPS = 6
 CLASSIC = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024
-
-
-def make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("replicate", "shard") if len(shape) == 2 else None
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def prepare(mesh: DeviceMesh, reshard: bool = True, seed: int = 0) -> nn.Module:
-    model = build(seed)
-    dmuon.dedicate_params(model, mesh, predicate=is_proj, reshard_after_forward=reshard)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """The global loss of each step."""
-    losses = []
-    for step in steps:
-        loss = loss_of(model, share(tokens(step), dist.get_rank(), dist.get_world_size()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
-    return losses
 
 
 def train_alone(model: nn.Module, optimizer: FormulaMuon, steps: range) -> list[float]:
@@ -65,7 +35,7 @@ def polar_express(steps: int) -> list[tuple[float, float, float]]:
 )
 def test_losses_and_weights_equal_one_process(shape: tuple[int, ...], reshard: bool) -> None:
     def body(rank: int) -> None:
-        model = prepare(make_mesh(shape), reshard)
+        model = prepare(make_mesh(*shape), reshard)
         optimizer = dmuon.Muon(model, weight_decay=0.1, ns_dtype=torch.float32)
         losses = train(model, optimizer, range(STEPS))
         state = dmuon.get_model_state_dict(model)
@@ -93,7 +63,7 @@ def test_equals_torch_muon_within_what_bfloat16_explains(adjust: str, nesterov: 
     """
 
     def body(rank: int) -> None:
-        model = prepare(make_mesh((2,)))
+        model = prepare(make_mesh(2))
         same = {"nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": adjust}
         optimizer = dmuon.Muon(model, **same, ns_coefficients=CLASSIC, ns_dtype=torch.float32)
         train(model, optimizer, range(3))
