@@ -95,8 +95,8 @@ class Dedication:
         for param in self.params:
             if isinstance(param.param, DTensor):
                 raise SetupError(
-                    f"{param.name} was sharded by fully_shard although it has an owner; pass "
-                    "set(dmuon.get_dedicated_params(model).values()) as ignored_params to fully_shard"
+                    f"{param.name} was sharded by fully_shard although it has an owner; give "
+                    "fully_shard ignored_params=set(dmuon.get_dedicated_params(model).values())"
                 )
             for module, _ in param.sites:
                 wrapping.reveal(module)
