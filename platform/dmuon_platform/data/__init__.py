@@ -1,0 +1,26 @@
+"""Text to training batches: sources, tokenizers, memory-mapped shards, and a sampler without state.
+
+``prepare_dataset`` runs once, in the driver; ``open_dataset`` on every worker.
+"""
+
+from dmuon_platform.data.dataset import Dataset, open_dataset
+from dmuon_platform.data.info import DatasetInfo
+from dmuon_platform.data.prepare import check_data, check_size, prepare_dataset
+from dmuon_platform.data.settings import DataSettings
+from dmuon_platform.data.sources import PYTHON_STDLIB
+from dmuon_platform.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, load_tokenizer
+
+__all__ = [
+    "BYTES",
+    "PYTHON_STDLIB",
+    "ByteTokenizer",
+    "DataSettings",
+    "Dataset",
+    "DatasetInfo",
+    "FileTokenizer",
+    "check_data",
+    "check_size",
+    "load_tokenizer",
+    "open_dataset",
+    "prepare_dataset",
+]

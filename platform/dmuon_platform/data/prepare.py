@@ -1,0 +1,134 @@
+"""A job's text to a dataset on disk, made once; and what is checked before any of it."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from dmuon_platform.data.documents import read_documents
+from dmuon_platform.data.info import (
+    BIGRAM_FILE,
+    FORMAT,
+    INDEX,
+    DatasetInfo,
+    read_index,
+    sync_folder,
+)
+from dmuon_platform.data.settings import DataSettings
+from dmuon_platform.data.shards import digest_file
+from dmuon_platform.data.sources import digest_files, find_files
+from dmuon_platform.data.split import passage_bytes
+from dmuon_platform.data.tokenise import TokeniseTask, tokenise_files
+from dmuon_platform.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
+from dmuon_platform.data.writer import write_dataset
+from dmuon_platform.errors import PlatformError, SpecError
+
+_DIGITS = 16  # of the digest, in the folder's name
+
+
+def check_data(settings: DataSettings, vocab_size: int) -> None:
+    """Refuse a ``data`` section that cannot work, in a moment and without Ray.
+
+    Files are found, and each one is opened and its first document read.
+
+    Raises:
+        SpecError: What is wrong with source, tokenizer or vocabulary.
+    """
+    tokenizer = load_tokenizer(settings.tokenizer)
+    check_vocabulary(settings.tokenizer, tokenizer, vocab_size)
+    has_text = False
+    for file in find_files(settings.source):
+        has_text |= next(read_documents(file, settings.text_field), None) is not None
+    if not has_text:
+        raise SpecError(f"data.source = {settings.source!r} holds no text: all files are empty.")
+
+
+def check_size(info: DatasetInfo, global_batch_size: int) -> None:
+    """Refuse a dataset that does not fill one batch.
+
+    Raises:
+        SpecError: An epoch has fewer samples than a global batch.
+    """
+    available = info.num_train_sequences
+    if available < global_batch_size:
+        raise SpecError(
+            f"The training text has {available} samples of {info.sequence_length} tokens, fewer "
+            f"than one batch of train.global_batch_size = {global_batch_size}. Give more text, or "
+            f"set train.global_batch_size to at most {available} or data.sequence_length lower."
+        )
+
+
+def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
+    """Return the dataset of a job, tokenising it with Ray Data if it is not there yet.
+
+    The folder ``cache_dir/<digest>`` is named for everything that goes into it. One that is there
+    is verified, and made anew when damaged. Ray must be initialised only when it has to be made.
+
+    Raises:
+        SpecError: What is wrong with the source, or that it is too short.
+        PlatformError: The cache folder cannot be written.
+    """
+    tokenizer = load_tokenizer(settings.tokenizer)
+    files = find_files(settings.source)
+    limit = passage_bytes(files, settings.validation_fraction)
+    digest = _digest(settings, tokenizer, files, limit)
+    folder = Path(cache_dir).absolute() / digest[:_DIGITS]
+    found = _find_intact(folder, digest)
+    if found is not None:
+        return found
+    building = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        passages = tokenise_files(files, TokeniseTask(tokenizer, settings.text_field, limit))
+        identity = (digest, settings.sequence_length, settings.validation_fraction)
+        write_dataset(building, passages, tokenizer, identity)
+        return _publish(building, folder, digest)
+    except OSError as error:
+        raise PlatformError(
+            f"The prepared dataset cannot be written to {folder} ({error}). It lies beside the "
+            "runs; set `storage` to a folder with room that can be written."
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _digest(settings: DataSettings, tokenizer: TextTokenizer, files: list[Path], limit: int) -> str:
+    identity = {
+        "format": FORMAT,
+        "source": digest_files(files),
+        "text_field": settings.text_field,
+        "tokenizer": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+        "sequence_length": settings.sequence_length,
+        "validation_fraction": settings.validation_fraction,
+        "passage_bytes": limit,
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _find_intact(folder: Path, digest: str) -> DatasetInfo | None:
+    """Return the dataset in ``folder`` if it is the one meant, down to the last bit."""
+    if not (folder / INDEX).exists():
+        return None
+    try:
+        info = read_index(folder)
+    except PlatformError:
+        return None
+    files = {shard.file: shard.sha256 for shard in (*info.train_shards, *info.validation_shards)}
+    files |= {BIGRAM_FILE: info.bigram_sha256}
+    is_intact = all(digest_file(folder / name) == sha256 for name, sha256 in files.items())
+    return info if info.digest == digest and is_intact else None
+
+
+def _publish(building: Path, folder: Path, digest: str) -> DatasetInfo:
+    # Another driver may have published the same dataset meanwhile; then its is as good as ours.
+    if _find_intact(folder, digest) is None:
+        if folder.exists():
+            aside = building.with_name(f"{building.name}.damaged")
+            folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        building.rename(folder)
+        sync_folder(folder.parent)
+    return read_index(folder)

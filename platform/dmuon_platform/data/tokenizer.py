@@ -1,0 +1,156 @@
+"""Text to token ids and back."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from dmuon_platform.errors import SpecError
+
+BYTES = "bytes"
+SEPARATOR = "<|endoftext|>"
+_KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+
+
+class TextTokenizer(Protocol):
+    """What the data package needs of a tokenizer; picklable, since Ray sends it to its tasks."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+
+    @property
+    def separator_id(self) -> int | None:
+        """The token put after each document, or None when the vocabulary has none."""
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
+        """Return the token ids of UTF-8 text, without special tokens."""
+
+    def to_json(self) -> str:
+        """Return the ``tokenizer.json`` that gives the same ids in ``transformers``."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte, and number 256 between documents: a vocabulary of 257."""
+
+    vocab_size: int = 257
+    separator_id: int | None = 256
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
+        """Return the bytes themselves."""
+        return np.frombuffer(text, np.uint8).astype(np.uint32)
+
+    def to_json(self) -> str:
+        """Return a byte-level BPE without merges, whose ids are the byte values."""
+        alphabet = _byte_characters()
+        vocab = {character: value for value, character in enumerate(alphabet)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
+        return tokenizer.to_str(pretty=True)
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """A ``tokenizer.json`` of the `tokenizers` package, as text."""
+
+    text: str
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_str(self.text)
+
+    def __reduce__(self) -> tuple[type["FileTokenizer"], tuple[str]]:
+        return type(self), (self.text,)  # each process parses it once for itself
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; vocabularies may have holes."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
+    def separator_id(self) -> int | None:
+        """The first end-of-text token of a usual name that the vocabulary has."""
+        ids = (self._tokenizer.token_to_id(name) for name in _KNOWN_SEPARATORS)
+        return next((each for each in ids if each is not None), None)
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
+        """Return the token ids of UTF-8 text, without special tokens."""
+        encoding = self._tokenizer.encode(text.decode(), add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32)
+
+    def to_json(self) -> str:
+        """Return the file's text."""
+        return self.text
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """Return the tokenizer that ``data.tokenizer`` names.
+
+    Raises:
+        SpecError: It is neither ``"bytes"`` nor a readable ``tokenizer.json``.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"data.tokenizer: {name!r} cannot be read ({error}). It is {BYTES!r} or the path of a "
+            "tokenizer.json."
+        ) from error
+    tokenizer = FileTokenizer(text)
+    try:
+        num_tokens = tokenizer.vocab_size
+    except Exception as error:  # `tokenizers` raises bare Exceptions
+        raise SpecError(
+            f"data.tokenizer: {name!r} is not a tokenizer.json of the `tokenizers` package: {error}"
+        ) from error
+    if num_tokens == 0:
+        raise SpecError(f"data.tokenizer: {name!r} has an empty vocabulary.")
+    return tokenizer
+
+
+def check_vocabulary(name: str, tokenizer: TextTokenizer, vocab_size: int) -> None:
+    """Refuse a model that does not know every token.
+
+    Raises:
+        SpecError: ``vocab_size`` is smaller than the tokenizer's.
+    """
+    needed = tokenizer.vocab_size
+    if vocab_size < needed:
+        what = "256 bytes and a separator between documents" if name == BYTES else "token ids"
+        raise SpecError(
+            f"data.tokenizer = {name!r} has {needed} tokens ({what}), but model.vocab_size is "
+            f"{vocab_size}. Set model.vocab_size to at least {needed}."
+        )
+
+
+def tokenizer_files(tokenizer: TextTokenizer) -> dict[str, bytes]:
+    """Return the files that make `transformers.AutoTokenizer` this tokenizer, by name."""
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.separator_id is not None:
+        separator = Tokenizer.from_str(tokenizer.to_json()).id_to_token(tokenizer.separator_id)
+        config |= {"eos_token": separator, "bos_token": separator}
+    return {
+        "tokenizer.json": tokenizer.to_json().encode(),
+        "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _byte_characters() -> list[str]:
+    """Return the printable character that byte-level BPE (GPT-2) writes for each byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,129 @@
+"""Models from and for Hugging Face ``transformers``; the only file that imports it."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmuon_platform.errors import SpecError
+from dmuon_platform.model.settings import ModelSettings
+
+
+def hf_config(
+    settings: ModelSettings, sequence_length: int, separator_id: int | None = None
+) -> dict[str, Any]:
+    """Return the ``config.json`` that opens this model's weights in ``transformers``.
+
+    Args:
+        settings: The ``model`` section of the job.
+        sequence_length: The longest sequence it was trained on.
+        separator_id: The token between documents, which then begins and ends a text.
+    """
+    if settings.path is not None:
+        return _read_config(Path(settings.path))
+    num_heads = settings.num_attention_heads
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": settings.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": settings.num_key_value_heads or num_heads,
+        "head_dim": settings.hidden_size // num_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": sequence_length,
+        "rms_norm_eps": settings.rms_norm_eps,
+        "rope_theta": settings.rope_theta,  # where transformers 4 looks
+        "rope_parameters": {"rope_type": "default", "rope_theta": settings.rope_theta},  # and 5
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": settings.tie_word_embeddings,
+        "initializer_range": settings.initializer_range,
+        "use_cache": True,
+        "torch_dtype": "float32",
+        # Never left out: the defaults 1 and 2 would be bytes like any other.
+        "bos_token_id": separator_id,
+        "eos_token_id": separator_id,
+        "pad_token_id": None,
+    }
+
+
+def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Module:
+    """Build the model of a local Hugging Face folder in float32, with its weights if it has any.
+
+    Nothing is ever downloaded. On ``"meta"`` the model is built without values.
+
+    Raises:
+        SpecError: `transformers` is missing, or the folder holds no causal language model, or one
+            for shorter sequences.
+    """
+    config_dict = _read_config(folder)
+    limit = config_dict.get("max_position_embeddings")
+    if limit is not None and sequence_length > limit:
+        raise SpecError(
+            f"data.sequence_length is {sequence_length}, but the model in {folder} takes at most "
+            f"{limit} tokens (max_position_embeddings). Set data.sequence_length={limit} or less."
+        )
+    transformers = _transformers(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if device == "meta" or not _has_weights(folder):
+            with torch.device(device):
+                return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecError(
+            f"model.path: {folder} does not open as a causal language model: {error}"
+        ) from error
+    return model.to(device)
+
+
+def read_vocab_size(folder: Path) -> int:
+    """Return the vocabulary size in the folder's ``config.json``."""
+    config = _read_config(folder)
+    try:
+        return int(config["vocab_size"])
+    except KeyError:
+        raise SpecError(
+            f"model.path: {folder}/config.json names no vocab_size, so it is not a language model "
+            "that can be trained here."
+        ) from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(
+            f"model.path: {folder} holds no config.json. It must be a local folder written by "
+            "save_pretrained; hub names are not downloaded."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SpecError(f"model.path: {file} must hold a JSON object")
+    return config
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def _transformers(folder: Path) -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise SpecError(
+            f"model.path = {str(folder)!r} needs the package `transformers`, which is not "
+            "installed. Install the extra: pip install 'dmuon[hf]'; or leave model.path out to "
+            "train the built-in model."
+        ) from error
+    return transformers
