@@ -1,0 +1,163 @@
+"""The metrics of a run, step by step, on disk: the truth that trackers are told from."""
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.line_file import Line, LineFile
+
+METRICS_FILE = "metrics.jsonl"
+
+MEASURED = ("time/", "speed/", "system/")
+"""Prefixes of what a clock measured: a replayed step may differ there and nowhere else."""
+
+SYNC_EVERY_S = 1.0
+"""What a crash of the whole machine may lose; the death of a process loses nothing."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The metrics of one step."""
+
+    step: int
+    metrics: dict[str, float]
+    time: float
+    """Seconds since the epoch, when the step was done."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a step that ran a second time, after a restart, shows about the continuation."""
+
+    step: int
+    differences: dict[str, tuple[float, float]]
+    """Metrics that are not the same bits: what they were, what they are now."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything a clock did not measure came out the same, bit for bit."""
+        return not self.differences
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How many steps ran again over all attempts, and how many came out the same."""
+
+    equal: int
+    different: int
+
+
+class MetricsSpool:
+    """``metrics.jsonl`` of one run: every step once, whatever was restarted in between.
+
+    One process appends, others read. A step that is already there is compared with what it was
+    and not written again.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = LineFile(run_dir / METRICS_FILE)
+        self._starts: dict[int, int] | None = None  # of lines by step; read by the first append
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._synced_at = 0.0
+
+    def append(self, step: int, metrics: Mapping[str, float], wall_time: float) -> Replay | None:
+        """Write the metrics of ``step``; never fails a training.
+
+        On a full disk the lines wait in memory, in order, until there is room again.
+
+        Returns:
+            The comparison, if the step was there already.
+        """
+        if self._starts is None:
+            self._starts = self._open()
+        earlier = self._earlier(step)
+        content: dict[str, Any] = {"step": step, "time": wall_time}
+        replay = None
+        if earlier is not None:
+            replay = _compare(step, earlier, metrics)
+            content["replay"] = {key: list(pair) for key, pair in replay.differences.items()}
+            metrics = {key: value for key, value in metrics.items() if key not in earlier}
+        content["metrics"] = {key: float(value) for key, value in metrics.items()}
+        self._waiting.append(content)
+        self._write_waiting()
+        return replay
+
+    def read_from(self, offset: int) -> tuple[list[Record], int]:
+        """Return the records behind ``offset`` and the offset to go on from; 0 is the start."""
+        records = []
+        for content, _, end in self._file.lines(offset):
+            offset = end
+            record = _record(content)
+            if record is not None and record.metrics:
+                records.append(record)
+        return records, offset
+
+    def continuation(self) -> Continuation:
+        """Count the steps that ran again; what their numbers say is in each `Replay`."""
+        replays = [line.content["replay"] for line in self._file.lines() if _is_replay(line)]
+        equal = sum(not differences for differences in replays)
+        return Continuation(equal, len(replays) - equal)
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk, as far as there is room."""
+        self._write_waiting()
+        self._file.sync()
+
+    def _open(self) -> dict[int, int]:
+        self._file.repair()
+        starts: dict[int, int] = {}
+        for content, start, _ in self._file.lines():
+            if _record(content) is not None and "replay" not in content:
+                starts.setdefault(content["step"], start)
+        return starts
+
+    def _earlier(self, step: int) -> dict[str, float] | None:
+        for content in self._waiting:
+            if content["step"] == step and "replay" not in content:
+                return content["metrics"]
+        start = (self._starts or {}).get(step)
+        return None if start is None else self._file.at(start)["metrics"]
+
+    def _write_waiting(self) -> None:
+        due = time.monotonic() - self._synced_at >= SYNC_EVERY_S
+        while self._waiting:
+            content = self._waiting[0]
+            try:
+                start = self._file.append(content, sync=due)
+            except OSError as error:
+                warnings.warn(
+                    f"{self._file.path} cannot be written ({error.strerror or error}); "
+                    f"{len(self._waiting)} lines wait in memory",
+                    stacklevel=3,
+                )
+                return
+            self._waiting.popleft()
+            if self._starts is not None and "replay" not in content:
+                self._starts[content["step"]] = start
+        if due:
+            self._synced_at = time.monotonic()
+
+
+def _record(content: Mapping[str, Any]) -> Record | None:
+    try:
+        return Record(int(content["step"]), dict(content["metrics"]), float(content["time"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_replay(line: Line) -> bool:
+    return isinstance(line.content.get("replay"), dict)
+
+
+def _compare(step: int, was: Mapping[str, float], now: Mapping[str, float]) -> Replay:
+    differences = {
+        key: (was[key], float(now[key]))
+        for key in was.keys() & now.keys()
+        # repr tells every float64 from every other, and says that NaN is NaN
+        if not key.startswith(MEASURED) and repr(was[key]) != repr(float(now[key]))
+    }
+    return Replay(step, differences)
