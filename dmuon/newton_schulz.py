@@ -64,11 +64,13 @@ def newton_schulz(
     is_tall = X.size(-2) > X.size(-1)
     if is_tall:
         X = X.mT
-    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    X = (X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)).reshape(-1, *X.shape[-2:])
     for a, b, c in schedule:
         A = X @ X.mT
-        X = a * X + (b * A + c * (A @ A)) @ X
-    return X.mT if is_tall else X
+        # each sum is part of its product, so it is rounded once
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, B, X, beta=a)
+    return (X.mT if is_tall else X).reshape(matrix.shape)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
