@@ -1,0 +1,135 @@
+"""Runs the command as a user does, in a process of its own, and reads what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+
+JOB = """
+name = "{name}"
+storage = "{storage}"
+
+[model]
+vocab_size = 256
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+
+[data]
+source = "{text}"
+sequence_length = 64
+
+[optimizer]
+lr = 0.02
+adamw_lr = 0.01
+
+[schedule]
+kind = "cosine"
+warmup_steps = 5
+
+[train]
+steps = {steps}
+global_batch_size = 16
+micro_batch_size = 4
+
+[evaluation]
+every = 20
+sequences = 33
+
+[checkpoint]
+every = 10
+keep_last = 2
+
+[resources]
+workers = 2
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job file, and where its run lies."""
+
+    job: Path
+    folder: Path
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Every step's metrics; those of a clock left out."""
+        records = [json.loads(line) for line in _lines(self.folder / "metrics.jsonl")]
+        return {
+            r["step"]: {k: v for k, v in r["metrics"].items() if k.startswith(("train", "eval"))}
+            for r in records
+            if "replay" not in r
+        }
+
+    def replays(self) -> list[dict[str, Any]]:
+        """The steps that were done again, each with what came out differently."""
+        records = [json.loads(line) for line in _lines(self.folder / "metrics.jsonl")]
+        return [r for r in records if "replay" in r]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The journal's entries of one kind."""
+        records = [json.loads(line) for line in _lines(self.folder / "events.jsonl")]
+        return [r for r in records if r["kind"] == kind]
+
+
+def _lines(path: Path) -> list[str]:
+    # A line may just be in the writing: the last piece is whole only when the text ends in \n.
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def make_run(folder: Path, text: Path, name: str = "small", steps: int = 40) -> Run:
+    """Write a small job below ``folder``."""
+    storage = folder / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / f"{name}.toml"
+    job.write_text(JOB.format(name=name, storage=storage, text=text, steps=steps))
+    return Run(job, storage / name)
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """Start the command in a process group of its own."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dmuon_platform.cli", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**env, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 150) -> tuple[int, str]:
+    """Wait for the command; return its exit code and all it printed."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
+    return process.returncode, output
+
+
+def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
+    """Run the command to its end."""
+    return finish(start(*arguments, **environment))
+
+
+def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    """Wait until something is so, while the command still runs."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"ended too early ({process.returncode}):\n{finish(process)[1]}")
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
