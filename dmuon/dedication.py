@@ -132,11 +132,10 @@ class Dedication:
         return Block(name, self.model.get_submodule(name), parcels)
 
     def _value(self, param: DedicatedParam) -> torch.Tensor:
-        value = param.param.detach()
-        if not value.is_meta:
-            return value
-        self.unfilled.add(param.name)
-        return torch.full((1, 1), float("nan"), device=self.device).expand(param.shape)
+        if param.param.is_meta:
+            self.unfilled.add(param.name)
+            param.materialize(self.device)
+        return param.param.detach()
 
     def block_of(self, param: DedicatedParam) -> str:
         """Name of the module whose hooks serve ``param``; the root when tied across blocks."""

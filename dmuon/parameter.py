@@ -42,6 +42,14 @@ class DedicatedParam:
         """Number of elements."""
         return self.shape.numel()
 
+    def materialize(self, device: torch.device) -> None:
+        """Replace a leaf on the meta device by one of NaN on ``device``, at all its sites."""
+        param = self.param
+        nan = torch.full((1,) * len(self.shape), float("nan"), dtype=param.dtype, device=device)
+        leaf = nn.Parameter(nan.expand(self.shape), requires_grad=param.requires_grad)
+        for module, attribute in self.sites:
+            module._parameters[attribute] = leaf
+
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Show a NaN of the right shape instead of values."""
         nan = torch.full((1,) * len(self.shape), float("nan"), dtype=dtype, device=device)

@@ -62,9 +62,7 @@ def batch(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), qwen3, gpt2])
-def test_training_equals_one_process(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_training_equals_one_process(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     def body(rank: int) -> None:
         alone = make()
         start = copy.deepcopy(alone.state_dict())
