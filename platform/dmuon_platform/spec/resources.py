@@ -1,0 +1,74 @@
+"""Section ``resources``: the workers and what each of them needs."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Discriminator, Field, PositiveInt, Tag
+
+from dmuon_platform.spec.problem import Problem
+from dmuon_platform.spec.section import Section
+
+
+class WorkerRange(Section):
+    """Between ``min`` and ``max`` workers, as many as there is room for."""
+
+    min: PositiveInt
+    """Fewest workers to start with."""
+
+    max: PositiveInt
+    """Most workers to use."""
+
+
+def _number_or_range(value: object) -> str | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return "fixed-workers"
+    return "elastic-workers" if isinstance(value, dict | WorkerRange) else None
+
+
+class ResourcesSpec(Section):
+    """How many workers, where, and how big each is."""
+
+    workers: Annotated[
+        Annotated[PositiveInt, Tag("fixed-workers")]
+        | Annotated[WorkerRange, Tag("elastic-workers")],
+        Discriminator(
+            _number_or_range,
+            custom_error_type="number_or_range",
+            custom_error_message="must be a whole number, or a table {min = 2, max = 4}",
+        ),
+    ] = 2
+    """Processes that train, one a GPU if they have any: a number, or ``{min, max}``."""
+
+    cpus_per_worker: PositiveInt = 1
+    """CPU cores of one worker; also its threads when it has no GPU."""
+
+    gpus_per_worker: int = Field(0, ge=0, le=1)
+    """GPUs of one worker: 0 or 1."""
+
+    address: str | None = Field(None, min_length=1)
+    """``host:port`` of a Ray cluster, or ``auto``; none for a local Ray of the job's own."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most workers."""
+        if isinstance(self.workers, int):
+            return self.workers, self.workers
+        return self.workers.min, self.workers.max
+
+    @property
+    def possible_workers(self) -> range:
+        """Every number of workers that the run may have."""
+        fewest, most = self.bounds
+        return range(fewest, most + 1)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a range that is upside down."""
+        fewest, most = self.bounds
+        if fewest > most:
+            yield Problem(
+                "resources.workers",
+                f"min = {fewest} must not be above max = {most}",
+                f"write {{min = {most}, max = {fewest}}}",
+            )

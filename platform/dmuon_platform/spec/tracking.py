@@ -1,0 +1,23 @@
+"""Section ``tracking``: what MLflow is told, and where it is."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from dmuon_platform.spec.section import Section
+
+
+class TrackingSpec(Section):
+    """MLflow gets one run, over all attempts; training never waits for it."""
+
+    uri: str | None = Field(None, min_length=1)
+    """MLflow tracking URI; none for ``mlflow.db`` (SQLite) in ``storage``."""
+
+    experiment: str = Field("dmuon", min_length=1)
+    """MLflow experiment of the run."""
+
+    checkpoint_artifacts: Literal["manifest", "weights", "full"] = "manifest"
+    """What of each checkpoint is copied to MLflow; its manifest and place always are."""
+
+    log_every: PositiveInt = 1
+    """Steps between two points of a curve in MLflow."""
