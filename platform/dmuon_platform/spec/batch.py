@@ -26,7 +26,8 @@ def problem_with_batch(train: TrainSpec, possible_workers: Sequence[int]) -> Pro
     unit = micro * math.lcm(*possible_workers)
     if batch % unit == 0:
         return None
-    workers = " or ".join(map(str, possible_workers))
+    *fewer, most = map(str, possible_workers)
+    workers = f"{', '.join(fewer)} or {most}" if fewer else most
     way_out = f"nearest good values: {either_multiple(batch, unit)}"
     other = _good_micro_batch(train, possible_workers)
     if other is not None:
@@ -37,7 +38,7 @@ def problem_with_batch(train: TrainSpec, possible_workers: Sequence[int]) -> Pro
         "train.global_batch_size",
         f"{batch} sequences do not divide into {workers} workers x micro-batches of {micro}",
         way_out,
-        ("train.micro_batch_size", "resources.workers", "mesh.replicate", "mesh.shard"),
+        ("train.micro_batch_size", "resources.workers"),
     )
 
 

@@ -21,6 +21,7 @@ from dmuon_platform.spec.model import ModelSpec
 from dmuon_platform.spec.optimizer import OptimizerSpec
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.resources import ResourcesSpec
+from dmuon_platform.spec.resume import differences_that_forbid_resume
 from dmuon_platform.spec.schedule import ScheduleSpec
 from dmuon_platform.spec.section import Section
 from dmuon_platform.spec.toml import to_toml
@@ -99,9 +100,7 @@ class JobSpec(Section):
     def _problems_with_workers(self) -> Iterator[Problem]:
         possible = self.resources.possible_workers
         misfits = [misfit for n in possible if (misfit := self.mesh.problem_with(n))]
-        if misfits:
-            yield misfits[0]
-            return
+        yield from misfits[:1]
         problem = problem_with_batch(self.train, possible)
         if problem is not None:
             yield problem
@@ -166,6 +165,4 @@ class JobSpec(Section):
 
     def differences_that_forbid_resume(self, earlier: "JobSpec") -> list[str]:
         """Return what makes this another run than ``earlier``, as ``key: old -> new``."""
-        from dmuon_platform.spec.resume import differences_that_forbid_resume
-
         return differences_that_forbid_resume(earlier, self)

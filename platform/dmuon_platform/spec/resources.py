@@ -12,10 +12,10 @@ from dmuon_platform.spec.section import Section
 class WorkerRange(Section):
     """Between ``min`` and ``max`` workers, as many as there is room for."""
 
-    min: PositiveInt
+    min: PositiveInt = Field(examples=[2])
     """Fewest workers to start with."""
 
-    max: PositiveInt
+    max: PositiveInt = Field(examples=[4])
     """Most workers to use."""
 
 

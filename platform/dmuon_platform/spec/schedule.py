@@ -31,9 +31,10 @@ class ScheduleSpec(Section):
             "min_ratio": self.kind == "constant" and self.min_ratio > 0,
         }
         for key in (key for key, is_unused in unused.items() if is_unused):
+            user = "wsd" if key == "decay_steps" else "cosine"
             yield Problem(
                 f"schedule.{key}",
                 f"has no effect with schedule.kind = {self.kind!r}",
-                f"remove it, or set schedule.kind = {'wsd' if key == 'decay_steps' else 'cosine'!r}",
+                f"remove it, or set schedule.kind = {user!r}",
                 reads=("schedule.kind",),
             )

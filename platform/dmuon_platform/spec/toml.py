@@ -19,16 +19,13 @@ def to_toml(document: Mapping[str, Any]) -> str:
 
 def toml_value(value: Any) -> str:
     """Return one value as TOML writes it, tables inline."""
-    if value is None:
-        return json.dumps(NONE)
-    if isinstance(value, str):
-        # JSON escapes as TOML does, but for one control character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {toml_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value)
+    # JSON writes single values as TOML does, but for null and one control character.
+    text = json.dumps(NONE if value is None else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")
 
 
 def _lines(values: Mapping[str, Any]) -> str:
