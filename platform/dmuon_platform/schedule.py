@@ -21,7 +21,10 @@ class ScheduleSettings(Protocol):
 
     @property
     def min_ratio(self) -> float:
-        """The factor that ``"cosine"`` and ``"wsd"`` reach with the last step."""
+        """What ``"cosine"`` and ``"wsd"`` fall to, reached just after the last step.
+
+        So that no step is wasted on a rate of zero.
+        """
 
 
 def lr_multiplier(settings: ScheduleSettings, num_steps: int, step: int) -> float:
@@ -54,10 +57,8 @@ def _wsd_decay(settings: ScheduleSettings, num_steps: int) -> int:
 
 
 def _progress(step: int, start: int, length: int) -> float:
-    """Return how far the fall has come: 0 before it and at its start, 1 at its last step."""
-    if length <= 1:
-        return 0.0 if length == 0 or step < start else 1.0
-    return min(1.0, max(0.0, (step - start) / (length - 1)))
+    """Return how far the fall has come: 0 at ``start``, and 1 just after its last step."""
+    return min(1.0, max(0.0, (step - start) / length)) if length else 0.0
 
 
 def _fall(settings: ScheduleSettings, progress: float) -> float:

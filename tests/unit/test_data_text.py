@@ -78,13 +78,13 @@ def test_a_source_that_cannot_work_is_refused_by_name(tmp_path, source, message)
     one = source.format(tmp_path) if isinstance(source, str) else None
     many = None if isinstance(source, str) else [each.format(tmp_path) for each in source]
     with pytest.raises(SpecError, match=message):
-        check_data(Settings(source=one if many is None else many), 257)
+        check_data(Settings(source=one if many is None else many), 256)
 
 
 def test_a_column_of_numbers_is_no_text(tmp_path):
     pq.write_table(pa.table({"body": ["a"], "number": [1]}), tmp_path / "a.parquet")
     with pytest.raises(SpecError, match="holds int64, not text"):
-        check_data(Settings(source=str(tmp_path / "a.parquet"), text_field="number"), 257)
+        check_data(Settings(source=str(tmp_path / "a.parquet"), text_field="number"), 256)
 
 
 def test_documents_of_all_formats_are_the_same(tmp_path):

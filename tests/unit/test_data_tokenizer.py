@@ -27,8 +27,8 @@ def bpe_file(tmp_path):
 
 def test_byte_tokens_are_the_bytes():
     tokenizer = load_tokenizer("bytes")
-    assert tokenizer.vocab_size == 257
-    assert tokenizer.separator_id == 256
+    assert tokenizer.vocab_size == 256
+    assert tokenizer.separator_id == 255
     assert bytes(tokenizer.encode(TEXT.encode()).tolist()) == TEXT.encode()
 
 
@@ -40,8 +40,8 @@ def test_the_byte_tokenizer_is_the_same_in_transformers(tmp_path):
     plain = TEXT.replace("<|endoftext|>", "")
     assert theirs(plain)["input_ids"] == list(plain.encode())
     assert theirs.decode(list(plain.encode())) == plain
-    assert theirs.eos_token_id == 256
-    assert len(theirs) == 257
+    assert theirs.eos_token_id == 255
+    assert len(theirs) == 256
 
 
 def test_a_file_is_read_with_its_separator(bpe_file):
@@ -66,12 +66,12 @@ def test_its_file_is_exported_with_its_end_token(bpe_file):
 
 
 def test_a_model_that_does_not_know_every_token_is_refused(bpe_file):
-    with pytest.raises(SpecError, match=r"has 257 tokens .* Set model\.vocab_size to at least 257"):
-        check_vocabulary("bytes", ByteTokenizer(), 256)
-    check_vocabulary("bytes", ByteTokenizer(), 257)
+    with pytest.raises(SpecError, match=r"has 256 tokens.* Set model\.vocab_size to at least 256"):
+        check_vocabulary("bytes", ByteTokenizer(), 255)
+    check_vocabulary("bytes", ByteTokenizer(), 256)
     tokenizer = load_tokenizer(str(bpe_file))
     with pytest.raises(SpecError, match=f"at least {tokenizer.vocab_size}"):
-        check_vocabulary(str(bpe_file), tokenizer, 257)
+        check_vocabulary(str(bpe_file), tokenizer, 256)
 
 
 def test_a_vocabulary_with_holes_counts_to_its_largest_id():

@@ -5,25 +5,25 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-NUM_SYMBOLS = 257
-"""The bytes, and the end of a document."""
+NUM_SYMBOLS = 256
+"""The bytes of UTF-8, and as number 255, which it never uses, the end of a document."""
 
-_END = np.array([256], np.uint16)
+_END = np.array([255], np.uint8)
 _BACKOFF = 4.0
 _PENDING_BYTES = 1 << 20
 
 
 class BigramCounter:
-    """Counts the pairs of one stream of documents; 257 x 257 numbers, however long it is."""
+    """Counts the pairs of one stream of documents; 256 x 256 numbers, however long it is."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(NUM_SYMBOLS * NUM_SYMBOLS, np.int64)
-        self._pending: list[npt.NDArray[np.uint16]] = []
+        self._pending: list[npt.NDArray[np.uint8]] = []
         self._num_pending = 0
 
     def add(self, text: bytes, is_end: bool) -> None:
         """Go on with ``text``, which ends its document or not."""
-        symbols = np.frombuffer(text, np.uint8).astype(np.uint16)
+        symbols = np.frombuffer(text, np.uint8)
         self._pending += [symbols, _END] if is_end else [symbols]
         self._num_pending += len(text) + is_end
         if self._num_pending >= _PENDING_BYTES:
@@ -57,7 +57,7 @@ def bigram_bits(train: npt.NDArray[np.int64], scored: npt.NDArray[np.int64]) -> 
 
 
 def save_counts(path: Path, train: BigramCounter, validation: BigramCounter) -> None:
-    """Write the counts of both parts, 2 x 257 x 257."""
+    """Write the counts of both parts, 2 x 256 x 256."""
     with path.open("wb") as stream:
         np.save(stream, np.stack([train.counts(), validation.counts()]))
 

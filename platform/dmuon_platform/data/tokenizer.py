@@ -37,10 +37,10 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte, and number 256 between documents: a vocabulary of 257."""
+    """One token a byte, and between documents byte 255, which UTF-8 never uses: 256 tokens."""
 
-    vocab_size: int = 257
-    separator_id: int | None = 256
+    vocab_size: int = 256
+    separator_id: int | None = 255
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
         """Return the bytes themselves."""
@@ -48,8 +48,8 @@ class ByteTokenizer:
 
     def to_json(self) -> str:
         """Return a byte-level BPE without merges, whose ids are the byte values."""
-        alphabet = _byte_characters()
-        vocab = {character: value for value, character in enumerate(alphabet)}
+        names = [*_byte_characters()[:255], SEPARATOR]
+        vocab = {name: value for value, name in enumerate(names)}
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -127,10 +127,9 @@ def check_vocabulary(name: str, tokenizer: TextTokenizer, vocab_size: int) -> No
     """
     needed = tokenizer.vocab_size
     if vocab_size < needed:
-        what = "256 bytes and a separator between documents" if name == BYTES else "token ids"
         raise SpecError(
-            f"data.tokenizer = {name!r} has {needed} tokens ({what}), but model.vocab_size is "
-            f"{vocab_size}. Set model.vocab_size to at least {needed}."
+            f"data.tokenizer = {name!r} has {needed} tokens, but model.vocab_size is {vocab_size}. "
+            f"Set model.vocab_size to at least {needed}."
         )
 
 
