@@ -8,7 +8,13 @@ from dmuon_platform.data.info import DatasetInfo
 from dmuon_platform.data.prepare import check_data, check_size, prepare_dataset
 from dmuon_platform.data.settings import DataSettings
 from dmuon_platform.data.sources import PYTHON_STDLIB
-from dmuon_platform.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, load_tokenizer
+from dmuon_platform.data.tokenizer import (
+    BYTES,
+    ByteTokenizer,
+    FileTokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 
 __all__ = [
     "BYTES",
@@ -23,4 +29,5 @@ __all__ = [
     "load_tokenizer",
     "open_dataset",
     "prepare_dataset",
+    "tokenizer_files",
 ]
