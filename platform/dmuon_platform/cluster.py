@@ -1,0 +1,172 @@
+"""A Ray cluster for one job: our own, started and stopped here, or one that is already there."""
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.spec import JobSpec
+
+CONNECT_TIMEOUT_S = 5.0
+"""How long an address given in the job may take to accept a connection."""
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Ray's default is 30 % of the memory; only data preparation passes objects here."""
+
+MAX_TEMP_ROOT = 40
+"""Ray puts sockets some 60 characters below its folder, and Linux allows 107 in all."""
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a job mean what they say
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # or workers print everything twice
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # also the cadence of ray.train.report
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+}
+"""How fast Ray notices things. What a job computes does not depend on any of it."""
+
+
+def prepare_environment() -> None:
+    """Set what Ray reads when it is imported; what the operator has set stays."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def check_address(spec: JobSpec) -> None:
+    """Refuse an address that nobody listens on, before Ray waits a minute for it.
+
+    Raises:
+        SpecError: The address is not ``host:port``.
+        PlatformError: Nothing answers there.
+    """
+    address = spec.resources.address
+    if address is None or address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise SpecError(
+            f"resources.address = {address!r} is not an address of a Ray cluster: it must be "
+            "'host:port' of the head (port 6379 unless changed), 'ray://host:10001' or 'auto'."
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise PlatformError(
+            f"No Ray cluster answers at resources.address = {address!r} ({error}). Start one with "
+            "`ray start --head --port=6379`, correct the address, or leave it out: then the job "
+            "starts a local Ray of its own."
+        ) from error
+
+
+@contextmanager
+def connected(spec: JobSpec) -> Iterator[None]:
+    """Be connected to the job's cluster; inside ``ray job submit`` that is the job's own.
+
+    Raises:
+        PlatformError: The cluster does not accept us or has too little for the workers.
+    """
+    prepare_environment()
+    address = spec.resources.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
+    with _joined(address) if address else _local(spec):
+        check_resources(spec)
+        yield
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, runtime_env=_source_environment())
+    except (ConnectionError, RuntimeError) as error:
+        raise PlatformError(
+            f"Cannot join the Ray cluster at {address!r}: {error}\nIf it uses token "
+            "authentication, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head; 'auto' needs a "
+            "cluster running on this machine."
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local(spec: JobSpec) -> Iterator[None]:
+    _choose_authentication()
+    import ray
+
+    root = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="dmuon-", dir=root if len(root) <= MAX_TEMP_ROOT else "/tmp")
+    most, _ = spec.resources.bounds
+    try:
+        ray.init(
+            address="local",
+            # Workers may outnumber the cores here, which is slow and not wrong; one CPU more
+            # lets data be prepared when the workers take all.
+            num_cpus=max(os.cpu_count() or 1, _cpus_needed(spec, most) + 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _choose_authentication() -> None:
+    if "ray" in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # what ray took at its import
+        return
+    # A fresh token: other users of this machine cannot run code in our cluster.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _source_environment() -> dict[str, Any]:
+    """What workers on other machines need to import us when we run from a source folder."""
+    package = Path(__file__).resolve().parent
+    if package.parent.name != "platform":
+        return {}  # installed, or already brought by the job's runtime environment
+    return {"py_modules": [str(package)]}
+
+
+def _cpus_needed(spec: JobSpec, num_workers: int) -> int:
+    return num_workers * spec.resources.cpus_per_worker
+
+
+def check_resources(spec: JobSpec) -> None:
+    """Refuse a job that would wait for ever: the cluster must have room for the workers.
+
+    Raises:
+        PlatformError: Fewer CPUs or GPUs than the fewest workers need.
+    """
+    import ray
+
+    fewest, _ = spec.resources.bounds
+    there = ray.cluster_resources()
+    needs = {
+        "CPU": (_cpus_needed(spec, fewest), "resources.cpus_per_worker"),
+        "GPU": (fewest * spec.resources.gpus_per_worker, "resources.gpus_per_worker"),
+    }
+    for kind, (needed, key) in needs.items():
+        if needed > there.get(kind, 0):
+            raise PlatformError(
+                f"{fewest} workers need {needed} {kind}s and the cluster has "
+                f"{there.get(kind, 0):g}: they would wait for ever. Lower resources.workers or "
+                f"{key}, or add machines to the cluster."
+            )

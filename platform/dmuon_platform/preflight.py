@@ -1,0 +1,91 @@
+"""What is checked before any worker starts: the storage, and an earlier run of the same name."""
+
+import os
+from pathlib import Path
+
+from dmuon_platform.data import check_data
+from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.model import build_model, vocabulary_size
+from dmuon_platform.spec import JobSpec, load_job
+
+JOB_FILE = "job.toml"
+"""The resolved job inside its run folder: what later launches are compared with."""
+
+UPLOADED_FOLDERS = "working_dir_files"
+"""Ray unpacks what ``--working-dir`` uploads below a folder of this name."""
+
+
+def resolve(spec: JobSpec) -> JobSpec:
+    """Return the job with the paths that workers read made absolute: they run in other folders.
+
+    Inside ``ray job submit`` the working folder is a copy that goes with the cluster, so there a
+    relative ``storage`` lies in the home folder of the cluster's user.
+    """
+    here = Path.cwd()
+    base = Path.home() if UPLOADED_FOLDERS in here.parts else here
+    model = spec.model
+    if model.path is not None:
+        model = model.model_copy(update={"path": str(here / model.path)})
+    return spec.model_copy(update={"model": model}).anchored(base)
+
+
+def check_job(spec: JobSpec) -> None:
+    """Refuse a model that cannot be built, or data that is not there or does not fit it.
+
+    Raises:
+        SpecError: What does not fit.
+    """
+    build_model(spec.model, spec.data.sequence_length, device="meta")
+    check_data(spec.data, vocabulary_size(spec.model))
+
+
+def check_storage(spec: JobSpec) -> None:
+    """Make the run folder and prove that it can be written.
+
+    Raises:
+        PlatformError: It cannot.
+    """
+    probe = spec.run_dir / f".write-test-{os.getpid()}"
+    try:
+        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"dmuon")
+        probe.unlink()
+    except OSError as error:
+        raise PlatformError(
+            f"The run folder {spec.run_dir} cannot be written ({error.strerror or error}). "
+            "`storage` must be a folder that this user and all workers can write; change it in the "
+            "job file or with --set storage=PATH."
+        ) from error
+
+
+def check_earlier_run(spec: JobSpec) -> None:
+    """Refuse to go on with a run that was started with another job.
+
+    Raises:
+        SpecError: The folder holds a run of a job that this one cannot go on with.
+    """
+    recorded = spec.run_dir / JOB_FILE
+    if not recorded.exists():
+        return
+    try:
+        earlier = load_job(recorded, [])
+    except SpecError as error:
+        raise SpecError(
+            f"{spec.run_dir} holds an earlier run whose {JOB_FILE} cannot be read any more, so "
+            f"this job cannot be compared with it: {error}\nChoose another name."
+        ) from error
+    differences = spec.differences_that_forbid_resume(earlier)
+    if differences:
+        lines = "\n".join(f"  {difference}" for difference in differences)
+        raise SpecError(
+            f"{spec.name!r} was already started in {spec.run_dir} with another job, and cannot go "
+            f"on with this one:\n{lines}\nSet these back to go on with that run, or give this job "
+            "a name of its own (--set name=NAME)."
+        )
+
+
+def record_job(spec: JobSpec) -> None:
+    """Leave the resolved job in its run folder, whole or not at all."""
+    temporary = spec.run_dir / f".{JOB_FILE}-{os.getpid()}"
+    temporary.write_text(spec.to_toml(), encoding="utf-8")
+    temporary.replace(spec.run_dir / JOB_FILE)

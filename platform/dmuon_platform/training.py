@@ -1,0 +1,184 @@
+"""One step of training and one evaluation: what is computed, and what is measured about it."""
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dmuon
+from dmuon_platform.data import Dataset
+from dmuon_platform.errors import Diverged
+from dmuon_platform.evaluation import bits_per_byte
+from dmuon_platform.model import next_token_loss
+from dmuon_platform.place import Place
+from dmuon_platform.schedule import lr_multiplier
+from dmuon_platform.spec import JobSpec
+
+# B: sequences of one micro-batch; T: tokens of a sequence.
+
+
+class Training:
+    """The model, its optimizer and its data, advanced step by step.
+
+    A step is a function of the weights and of (seed, step, place) alone: learning rate, samples
+    and random numbers are computed, not carried along, so a resumed run has nothing to restore
+    but the weights and the optimizer state.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        place: Place,
+        model: nn.Module,
+        optimizer: "dmuon.Muon",
+        dataset: Dataset,
+    ) -> None:
+        self.spec = spec
+        self.place = place
+        self.model = model
+        self.optimizer = optimizer
+        self.dataset = dataset
+        self.num_micro_steps = spec.accumulation(place.world_size)
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self, step: int) -> dict[str, float]:
+        """Do step number ``step``, counted from 0, and return its metrics. Collective.
+
+        Raises:
+            Diverged: The loss or the gradient is not finite, on all ranks and before any weight
+                has changed.
+        """
+        clock = _Clock(self.place.device)
+        self._set_learning_rate(step)
+        torch.manual_seed(_fold(self.spec.train.seed, step, self.place.rank))
+        with clock.span("data"):
+            tokens = self._tokens(step)
+        with clock.span("forward_backward"):
+            loss = self._forward_backward(tokens)
+        with clock.span("optimizer"):
+            norm = self._clip()
+            self._check_finite(step, loss, norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        num_tokens = self.spec.train.global_batch_size * self.spec.data.sequence_length
+        return {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/tokens": float(num_tokens * (step + 1)),
+            **self._learning_rates(),
+            "speed/tokens_per_s": num_tokens / clock.total_s(),
+            **clock.spans,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss on the held-out sequences, the same ones every time. Collective."""
+        rows = range(min(self.spec.evaluation.sequences, self.dataset.num_validation_sequences))
+        mine = [*rows][self.place.rank :: self.place.world_size]
+        size = self.spec.train.micro_batch_size
+        total, count = 0.0, 0
+        self.model.eval()
+        with torch.no_grad():
+            # All ranks do as many forwards: each one is a collective.
+            for index in range(math.ceil(math.ceil(len(rows) / self.place.world_size) / size)):
+                chosen = mine[index * size : (index + 1) * size]
+                loss = next_token_loss(self.model, self._held_out(chosen or [0]))
+                total += loss.item() * len(chosen)
+                count += len(chosen)
+        self.model.train()
+        sums = self._sum_over_ranks(total, float(count))
+        mean = sums[0] / sums[1]
+        return {
+            "evaluation/loss": mean,
+            "evaluation/bits_per_byte": bits_per_byte(mean, self.dataset.info),
+        }
+
+    def _forward_backward(self, tokens: list[Tensor]) -> float:
+        """Add up the mean gradient of the global batch; return its mean loss over all ranks."""
+        total = 0.0
+        for index, tokens_BT in enumerate(tokens):
+            is_last = index == self.num_micro_steps - 1
+            with nullcontext() if is_last else dmuon.no_sync(self.model):
+                loss = next_token_loss(self.model, tokens_BT)
+                (loss / self.num_micro_steps).backward()
+            total += loss.item()
+        (total,) = self._sum_over_ranks(total)
+        return total / (self.num_micro_steps * self.place.world_size)
+
+    def _sum_over_ranks(self, *values: float) -> list[float]:
+        # Gathered and added in the order of ranks: the same bits whenever the run is repeated.
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.place.world_size)]
+        dist.all_gather(parts, mine, group=self.place.control)
+        return [math.fsum(column) for column in zip(*(p.tolist() for p in parts), strict=True)]
+
+    def _clip(self) -> float:
+        limit = self.spec.train.clip_grad_norm
+        return dmuon.clip_grad_norm_(self.optimizer, math.inf if limit is None else limit).item()
+
+    def _check_finite(self, step: int, loss: float, norm: float) -> None:
+        # Both are the same numbers on all ranks, so all of them stop here or none.
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        raise Diverged(
+            f"Step {step + 1} diverged: loss {loss}, gradient norm {norm}. Nothing of this step "
+            "was applied or saved; the newest checkpoint is from before it. Lower optimizer.lr or "
+            "optimizer.adamw_lr, lengthen schedule.warmup_steps, or set train.clip_grad_norm."
+        )
+
+    def _set_learning_rate(self, step: int) -> None:
+        scale = lr_multiplier(self.spec.schedule, self.spec.num_steps, step)
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * scale
+
+    def _learning_rates(self) -> dict[str, float]:
+        groups = self.optimizer.param_groups
+        return {f"train/lr_{group['algorithm']}": float(group["lr"]) for group in groups}
+
+    def _tokens(self, step: int) -> list[Tensor]:
+        """Return this rank's micro-batches of ``step``: its rows follow from its place alone."""
+        size = self.spec.train.micro_batch_size
+        per_rank = size * self.num_micro_steps
+        first = self.place.rank * per_rank
+        rows = self.dataset.batch(
+            step,
+            slice(first, first + per_rank),
+            self.spec.train.global_batch_size,
+            self.spec.train.seed,
+        )
+        return [part.to(self.place.device) for part in rows.split(size)]
+
+    def _held_out(self, rows: list[int]) -> Tensor:
+        parts = [self.dataset.validation_batch(row, 1) for row in rows]
+        return torch.cat(parts).to(self.place.device)
+
+
+class _Clock:
+    """Seconds by span of one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = time.perf_counter()
+        self.spans: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"dmuon_platform.{name}"):
+            yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.spans[f"time/{name}_s"] = time.perf_counter() - start
+
+    def total_s(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _fold(seed: int, step: int, rank: int) -> int:
+    """Return one seed for (seed, step, rank), different for each of them."""
+    text = f"{seed} {step} {rank}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
