@@ -58,8 +58,8 @@ class MetricsSpool:
     and not written again.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = LineFile(run_dir / METRICS_FILE)
+    def __init__(self, run_dir: Path, file_name: str = METRICS_FILE) -> None:
+        self._file = LineFile(run_dir / file_name)
         self._starts: dict[int, int] | None = None  # of lines by step; read by the first append
         self._waiting: deque[dict[str, Any]] = deque()
         self._synced_at = 0.0
@@ -86,15 +86,21 @@ class MetricsSpool:
         self._write_waiting()
         return replay
 
-    def read_from(self, offset: int) -> tuple[list[Record], int]:
+    def read_from(self, offset: int, max_records: int | None = None) -> tuple[list[Record], int]:
         """Return the records behind ``offset`` and the offset to go on from; 0 is the start."""
-        records = []
+        records: list[Record] = []
         for content, _, end in self._file.lines(offset):
             offset = end
             record = _record(content)
             if record is not None and record.metrics:
                 records.append(record)
+            if len(records) == max_records:
+                break
         return records, offset
+
+    def size(self) -> int:
+        """Return the bytes on disk: no record lies behind that offset now."""
+        return self._file.path.stat().st_size if self._file.path.exists() else 0
 
     def continuation(self) -> Continuation:
         """Count the steps that ran again; what their numbers say is in each `Replay`."""

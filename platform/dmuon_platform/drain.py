@@ -1,0 +1,218 @@
+"""The process that tells MLflow what a run's files say; ``python -m dmuon_platform.drain RUN_DIR``.
+
+It follows the files from outside the training and can be killed, started again, or be without a
+server for hours: it goes on from what was told for certain. Its standard input is its life line:
+``finish SECONDS`` asks for a last delivery within that time, an end of file means that the driver
+is gone and there is no time to lose.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.events import EVENTS_FILE, Journal
+from dmuon_platform.export import read_export
+from dmuon_platform.metric_delivery import MetricDelivery
+from dmuon_platform.registry import register
+from dmuon_platform.run_story import plans_of, tags_of
+from dmuon_platform.spool import METRICS_FILE, MetricsSpool
+from dmuon_platform.system_sampler import SYSTEM_FILE, SystemSampler
+from dmuon_platform.tracked_run import TrackedRun
+from dmuon_platform.tracking_files import TrackingFiles
+
+EVERY_S = 1.0
+MOST_S = 15.0
+"""Between two tries while the server does not answer."""
+DEAD_AFTER_S = 5.0
+"""How long a server may not answer at the end before the drain leaves the rest for later."""
+ORPHANED_S = 20.0
+"""For the last delivery when the driver is gone."""
+
+_log = logging.getLogger("dmuon_platform.drain")
+
+
+class Drain:
+    """Tells one run's files to its tracker, each thing once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._files = TrackingFiles(run_dir)
+        self._description = self._files.description()
+        self._delivered = self._files.delivered()
+        if self._delivered.uri != self._description.uri:  # another server knows nothing yet
+            self._delivered = type(self._delivered)(uri=self._description.uri)
+        self._sampler = SystemSampler(self._files.folder)
+        self._run: TrackedRun | None = None
+        self._curves: list[MetricDelivery] = []
+        self._tags: dict[str, str] = {}
+        self._events_size = -1
+        self._is_described = False
+
+    def sample(self) -> None:
+        """Note how busy the machine is, if it is time."""
+        self._sampler.sample()
+
+    def deliver(self) -> bool:
+        """Tell everything that is not told yet; return whether nothing is left.
+
+        A thing that the tracker refuses does not keep back the others; a tracker that does not
+        answer is not asked further.
+        """
+        problem = None
+        for what, tell in self._topics():
+            try:
+                tell()
+            except Exception as error:  # a tracker may fail in any way, and never the training
+                _log.exception("could not tell %s", what)
+                problem = f"{what}: {type(error).__name__}: {error}"
+                if self._run is None or not self._run.is_reachable():
+                    break
+        self._delivered.problem = problem
+        self._delivered.is_complete = problem is None
+        self._files.save(self._delivered)
+        return problem is None
+
+    def _topics(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "the run", self._open
+        yield "its description", self._tell_description
+        yield "its metrics", self._tell_metrics
+        yield "its attempts", self._tell_events
+        yield "its checkpoints", self._tell_checkpoints
+        yield "its model", self._tell_model
+        yield "its status", self._tell_status
+
+    def _open(self) -> None:
+        if self._run is not None:
+            return
+        run = TrackedRun(self._description)
+        if self._delivered.run_id != run.run_id:
+            fresh = type(self._delivered)(uri=self._description.uri)
+            self._delivered = fresh
+            self._delivered.run_id = run.run_id
+            self._delivered.experiment_id = run.experiment_id
+        spools = {
+            METRICS_FILE: MetricsSpool(self._run_dir),
+            SYSTEM_FILE: self._sampler.spool,
+        }
+        self._curves = [self._curve(name, spool, run) for name, spool in spools.items()]
+        self._run = run
+
+    def _curve(self, name: str, spool: MetricsSpool, run: TrackedRun) -> MetricDelivery:
+        def told(offset: int) -> None:
+            self._delivered.offsets[name] = offset
+            self._files.save(self._delivered)
+
+        every = self._description.log_every if name == METRICS_FILE else 1
+        return MetricDelivery(spool, run, self._delivered.offsets.get(name, 0), told, every)
+
+    @property
+    def _tracked(self) -> TrackedRun:
+        if self._run is None:
+            raise RuntimeError("the run is not open")
+        return self._run
+
+    def _tell_description(self) -> None:
+        if not self._is_described:
+            self._tracked.describe()
+            self._is_described = True
+
+    def _tell_metrics(self) -> None:
+        for curve in self._curves:
+            curve.deliver()
+
+    def _tell_events(self) -> None:
+        path = self._run_dir / EVENTS_FILE
+        size = path.stat().st_size if path.exists() else 0
+        if size == self._events_size:
+            return
+        events = Journal(self._run_dir).read()
+        tags = tags_of(events, MetricsSpool(self._run_dir).continuation())
+        self._tracked.set_tags({k: v for k, v in tags.items() if self._tags.get(k) != v})
+        self._tags = tags
+        for name, plan in plans_of(events).items():
+            if name not in self._delivered.plans:
+                self._tracked.log_json(plan, f"plan/{name}.json")
+                self._delivered.plans.append(name)
+        self._events_size = size
+
+    def _tell_checkpoints(self) -> None:
+        for path in sorted((self._run_dir / "manifests").glob("step-*.json")):
+            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            mark = f"{path.stem} {manifest['created']}"
+            if mark not in self._delivered.manifests:
+                folder = self._run_dir.resolve() / "checkpoints" / path.stem
+                self._tracked.log_checkpoint(folder, manifest)
+                self._delivered.manifests.append(mark)
+                self._files.save(self._delivered)
+
+    def _tell_model(self) -> None:
+        name = self._description.model_name
+        export = read_export(self._run_dir)
+        if name is None or export is None or self._delivered.model.get("digest") == export.digest:
+            return
+        alias = self._description.model_alias
+        self._delivered.model = register(self._tracked, export, name, alias)
+
+    def _tell_status(self) -> None:
+        status, end_time_ms = self._files.wanted()
+        if status != self._delivered.status:
+            self._tracked.set_status(status, end_time_ms)
+            self._delivered.status = status
+
+
+def serve(drain: Drain, orders: int) -> None:
+    """Deliver until told to finish.
+
+    Args:
+        drain: What to do.
+        orders: File descriptor of the driver's orders.
+    """
+    pause_s = EVERY_S
+    deadline: float | None = None
+    answered = closing = time.monotonic()
+    while True:
+        started = time.monotonic()
+        complete = drain.deliver()
+        if complete:
+            answered = time.monotonic()
+        pause_s = EVERY_S if complete else min(2 * pause_s, MOST_S)
+        if deadline is not None:
+            dead = time.monotonic() - max(answered, closing) > DEAD_AFTER_S
+            if complete or dead or time.monotonic() > deadline:
+                return
+            time.sleep(EVERY_S)
+            continue
+        drain.sample()
+        order = _order(orders, max(0.0, pause_s - (time.monotonic() - started)))
+        if order is not None:
+            closing = time.monotonic()
+            deadline = closing + order
+
+
+def _order(orders: int, wait_s: float) -> float | None:
+    """Wait for an order; return the seconds it leaves, None when there is none."""
+    readable, _, _ = select.select([orders], [], [], wait_s)
+    if not readable:
+        return None
+    words = os.read(orders, 100).split()
+    return float(words[1]) if words[:1] == [b"finish"] else ORPHANED_S
+
+
+def main(run_dir: Path) -> None:
+    """Deliver one run; waits while another drain of it is at work."""
+    files = TrackingFiles(run_dir)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    with files.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        serve(Drain(run_dir), sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

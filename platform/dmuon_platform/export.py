@@ -1,0 +1,97 @@
+"""The finished model as a Hugging Face folder, which ``transformers`` opens on its own."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.durable_file import sync, write_whole
+from dmuon_platform.manifest import Manifest
+
+EXPORT_FOLDER = "export"
+MODEL_FILE = "model.safetensors"
+RECORD_FILE = "dmuon.json"
+"""Written last: which checkpoint the folder was made from."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A finished export."""
+
+    folder: Path
+    digest: str
+    """Of the weights and all other files: equal for equal exports."""
+    step: int
+
+
+def export_model(
+    run_dir: Path,
+    checkpoint: Path,
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> Export:
+    """Write ``<run_dir>/export``: weights, configuration and tokenizer of one checkpoint.
+
+    The folder changes as a whole; nothing happens when it holds the same export already.
+
+    Args:
+        run_dir: The folder of the run.
+        checkpoint: The folder of a verified checkpoint.
+        manifest: Its manifest.
+        config: The model's ``config.json``.
+        files: Further files by name, such as those of the tokenizer.
+    """
+    texts = {
+        "config.json": _json(config),
+        "generation_config.json": _json(_generation_config(config)),
+        **files,
+    }
+    digest = _digest(manifest, texts)
+    folder = run_dir / EXPORT_FOLDER
+    found = read_export(run_dir)
+    if found is not None and found.digest == digest:
+        return found
+    fresh = run_dir / f"{EXPORT_FOLDER}.writing"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    shutil.copyfile(checkpoint / MODEL_FILE, fresh / MODEL_FILE)
+    sync(fresh / MODEL_FILE)
+    for name, data in texts.items():
+        write_whole(fresh / name, data)
+    origin = {"step": manifest.step, "digest": digest, "checkpoint": checkpoint.name}
+    write_whole(fresh / RECORD_FILE, _json({**origin, "versions": manifest.versions}))
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    sync(run_dir)
+    return Export(folder, digest, manifest.step)
+
+
+def read_export(run_dir: Path) -> Export | None:
+    """Return the run's finished export, None without one."""
+    folder = run_dir / EXPORT_FOLDER
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        return Export(folder, record["digest"], record["step"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Say where a text begins and ends; how to sample is the reader's choice."""
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in ids if config.get(key) is not None}
+
+
+def _digest(manifest: Manifest, texts: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(manifest.files[MODEL_FILE].sha256.encode())
+    for name in sorted(texts):
+        digest.update(f"\n{name} {len(texts[name])}\n".encode() + texts[name])
+    return digest.hexdigest()
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,100 @@
+"""Curves told to a tracker exactly once, whatever is killed or lost in between."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from mlflow.entities import Metric
+
+from dmuon_platform.spool import MetricsSpool, Record
+
+EVALUATION = "evaluation/"
+
+MAX_RECORDS = 200
+"""Steps told in one go, before it is written down how far the tracker has been told."""
+
+
+class Curves(Protocol):
+    """What is needed of a tracked run."""
+
+    def log_metrics(self, metrics: list[Metric]) -> None:
+        """Add points."""
+
+    def steps_of(self, key: str) -> set[int]:
+        """Return the steps at which there are points."""
+
+
+class MetricDelivery:
+    """Takes one metrics file to a tracker, from an offset on.
+
+    What lies between two deliveries, the sending and the writing down of the offset, can be cut
+    by a crash or a lost answer. Up to the end that the file had then, the tracker is asked what it
+    has, and only the rest is sent.
+
+    Args:
+        spool: The file.
+        curves: The tracker.
+        offset: Up to where it was told for certain.
+        told: Called with each new offset, to write it down.
+        log_every: Steps between two points; evaluations are always told.
+    """
+
+    def __init__(
+        self,
+        spool: MetricsSpool,
+        curves: Curves,
+        offset: int,
+        told: Callable[[int], None],
+        log_every: int = 1,
+    ) -> None:
+        self._spool = spool
+        self._curves = curves
+        self._offset = offset
+        self._told = told
+        self._log_every = log_every
+        self._doubtful_until = spool.size()
+        self._there: dict[str, set[int]] = {}
+        self._last: dict[str, int] = {}
+
+    def deliver(self) -> None:
+        """Tell everything that is in the file now."""
+        while True:
+            records, end = self._spool.read_from(self._offset, MAX_RECORDS)
+            if end == self._offset:
+                return
+            try:
+                points = self._new(records)
+                self._curves.log_metrics(points)
+            except BaseException:
+                self._doubtful_until = max(self._doubtful_until, end)
+                self._there.clear()
+                raise
+            for point in points:
+                self._last[point.key] = max(point.step, self._last.get(point.key, point.step))
+                if point.key in self._there:
+                    self._there[point.key].add(point.step)
+            self._offset = end
+            self._told(end)
+
+    def _new(self, records: list[Record]) -> list[Metric]:
+        metrics: dict[tuple[str, int], Metric] = {}
+        for record in records:
+            for key, value in self._chosen(record).items():
+                # A step that is not behind the last one: two attempts wrote at the same time.
+                in_doubt = self._offset < self._doubtful_until or record.step <= self._last.get(
+                    key, record.step - 1
+                )
+                if in_doubt and record.step in self._steps_there(key):
+                    continue
+                point = Metric(key, value, int(record.time * 1000), record.step)
+                metrics.setdefault((key, record.step), point)
+        return list(metrics.values())
+
+    def _chosen(self, record: Record) -> dict[str, float]:
+        if record.step % self._log_every == 0:
+            return record.metrics
+        return {k: v for k, v in record.metrics.items() if k.startswith(EVALUATION)}
+
+    def _steps_there(self, key: str) -> set[int]:
+        if key not in self._there:
+            self._there[key] = self._curves.steps_of(key)
+        return self._there[key]

@@ -1,0 +1,83 @@
+"""The exported model in the MLflow registry: one version for one export, asked once or often."""
+
+import json
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
+from mlflow.exceptions import MlflowException
+
+from dmuon_platform.export import Export
+from dmuon_platform.tracked_run import TrackedRun
+
+DIGEST_TAG = "dmuon.export_sha256"
+BUILT_IN_ALIAS = "latest"
+"""MLflow knows it by itself, as ``models:/NAME/latest``, and refuses to set it."""
+VERSIONS_TAG = "mlflow.modelVersions"
+"""By which MLflow's pages lead from a logged model to its versions."""
+
+
+def register(run: TrackedRun, export: Export, name: str, alias: str | None) -> dict[str, str]:
+    """Upload an export as a logged model of the run and give it a version and an alias.
+
+    May be repeated after any interruption: what is there already, found by the export's digest,
+    is used.
+
+    Returns:
+        ``digest``, ``model_id``, ``name`` and ``version``.
+    """
+    model = _logged_model(run, export, name)
+    version = _version(run.client, model, export, run.run_id, name)
+    if alias is not None and alias.lower() != BUILT_IN_ALIAS:
+        run.client.set_registered_model_alias(name, alias, version)
+    return {
+        "digest": export.digest,
+        "model_id": model.model_id,
+        "name": name,
+        "version": str(version),
+    }
+
+
+def _logged_model(run: TrackedRun, export: Export, name: str) -> LoggedModel:
+    client = run.client
+    query = f"tags.`{DIGEST_TAG}` = '{export.digest}'"
+    found = client.search_logged_models([run.experiment_id], query)
+    mine = [model for model in found if model.source_run_id == run.run_id]
+    ready = [model for model in mine if str(model.status) == "READY"]
+    if ready:
+        return ready[0]
+    model = mine[0] if mine else None
+    if model is None:
+        model = client.create_logged_model(
+            run.experiment_id,
+            name=f"{name}-step{export.step}".replace("/", "-"),
+            source_run_id=run.run_id,
+            tags={DIGEST_TAG: export.digest},
+            params={"step": str(export.step)},
+            model_type="transformers-causal-lm",
+        )
+    client.log_model_artifacts(model.model_id, str(export.folder))
+    return client.finalize_logged_model(model.model_id, "READY")
+
+
+def _version(
+    client: MlflowClient, model: LoggedModel, export: Export, run_id: str, name: str
+) -> Any:
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    for version in client.search_model_versions(f"name = '{name}'"):
+        if version.tags.get(DIGEST_TAG) == export.digest and version.run_id == run_id:
+            return version.version
+    version = client.create_model_version(
+        name,
+        source=f"models:/{model.model_id}",
+        run_id=run_id,
+        model_id=model.model_id,
+        tags={DIGEST_TAG: export.digest, "step": str(export.step)},
+    )
+    link = json.dumps([{"name": name, "version": version.version}])
+    client.set_logged_model_tags(model.model_id, {VERSIONS_TAG: link})
+    return version.version

@@ -1,0 +1,40 @@
+"""What the journal of a run says about its attempts, as tags of a tracker."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dmuon_platform.spool import Continuation
+
+Events = Sequence[Mapping[str, Any]]
+
+
+def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
+    """Return attempts, restarts with their causes, and the proof of continuation."""
+    started = [event for event in events if event["kind"] == "training_started"]
+    restarted = [event for event in events if event["kind"] == "restarted"]
+    tags: dict[str, Any] = {"attempts": len(started), "restarts": len(restarted)}
+    for event in started:
+        workers = event.get("workers", [])
+        hosts = sorted({str(worker.get("host")) for worker in workers})
+        prefix = f"attempt.{event.get('attempt')}"
+        tags |= {
+            f"{prefix}.from_step": event.get("step"),
+            f"{prefix}.workers": len(workers),
+            f"{prefix}.hosts": ", ".join(hosts),
+        }
+    for number, event in enumerate(restarted, start=1):
+        tags[f"restart.{number}.after_step"] = event.get("step")
+        tags[f"restart.{number}.cause"] = event.get("cause")
+    if continuation.equal or continuation.different:
+        tags["continuation.equal_steps"] = continuation.equal
+        tags["continuation.different_steps"] = continuation.different
+    return {key: str(value) for key, value in tags.items()}
+
+
+def plans_of(events: Events) -> dict[str, Mapping[str, Any]]:
+    """Return the plan of each attempt: who owns what, what it costs."""
+    return {
+        f"attempt-{event.get('attempt')}": event["plan"]
+        for event in events
+        if event["kind"] == "training_started" and event.get("plan")
+    }

@@ -1,0 +1,215 @@
+"""MLflow as the driver sees it: a process of its own that follows the run's files."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dmuon_platform.errors import GracefulStop
+from dmuon_platform.spec import JobSpec
+from dmuon_platform.tracking_files import Description, TrackingFiles
+
+DATABASE = "mlflow.db"
+ARTIFACTS_FOLDER = "mlartifacts"
+
+FINISH_S = 120.0
+"""For the last delivery while the server answers; a dead one is given up after seconds."""
+GRACE_S = 15.0
+"""Beyond that, before the drain is ended by force: one hanging request."""
+GIT_S = 5.0
+
+DRAIN_ENVIRONMENT = {
+    # MLflow's own defaults would wait four minutes for a server that is gone.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # it loses data in silence
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What MLflow knows of a run when the driver leaves."""
+
+    uri: str
+    experiment_id: str | None
+    run_id: str | None
+    model_name: str | None
+    model_version: str | None
+    is_complete: bool
+    problem: str | None
+    """Why it is not complete; what is missing stays on disk and is delivered later."""
+
+
+class Tracker:
+    """Tells MLflow about a run while it lasts, without ever holding it up or failing it.
+
+    A context manager around the training. Inside it, whatever is written to the run's metrics,
+    journal, checkpoints and export arrives in one MLflow run, the same over all launches.
+
+    Args:
+        spec: The job.
+        facts: About this launch, such as ``{"git": {...}, "dataset": {...}}``.
+    """
+
+    def __init__(self, spec: JobSpec, facts: Mapping[str, Any]) -> None:
+        self._files = TrackingFiles(spec.run_dir)
+        self._description = describe(spec, facts, self._files.run_key())
+        self._drain: subprocess.Popen[bytes] | None = None
+        self._run_dir = spec.run_dir
+
+    def __enter__(self) -> Self:
+        self._files.describe(self._description)
+        self._files.want("RUNNING")
+        self._drain = _start_drain(self._run_dir, self._files)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._drain is None:
+            return  # finished already
+        stopped = error is None or isinstance(error, (GracefulStop, KeyboardInterrupt))
+        self.finish("KILLED" if stopped else "FAILED")
+
+    def finish(self, status: str, timeout_s: float = FINISH_S) -> Delivery:
+        """Deliver what is left, set the final status and end the drain.
+
+        Args:
+            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
+            timeout_s: For the delivery while the server answers.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
+        self._files.want(status, int(time.time() * 1000))
+        drain, self._drain = self._drain, None
+        if drain is None or drain.poll() is not None:  # it died: another one does the rest
+            drain = _start_drain(self._run_dir, self._files)
+        if drain is not None:
+            _finish_drain(drain, timeout_s)
+        return delivery(self._run_dir)
+
+
+def deliver_pending(spec: JobSpec, timeout_s: float = FINISH_S) -> Delivery:
+    """Deliver what MLflow has missed of a run that has ended; does nothing when that is nothing."""
+    files = TrackingFiles(spec.run_dir)
+    earlier = files.description_or_none()
+    description = describe(spec, earlier.facts if earlier else {}, files.run_key())
+    delivered = files.delivered()
+    status, _ = files.wanted()
+    told_all = delivered.is_complete and delivered.status == status
+    if earlier is None or (told_all and delivered.uri == description.uri):
+        return delivery(spec.run_dir)
+    files.describe(description)
+    drain = _start_drain(spec.run_dir, files)
+    if drain is not None:
+        _finish_drain(drain, timeout_s)
+    return delivery(spec.run_dir)
+
+
+def delivery(run_dir: Path) -> Delivery:
+    """Return what MLflow is known to know of a run."""
+    files = TrackingFiles(run_dir)
+    delivered = files.delivered()
+    status, _ = files.wanted()
+    problem = delivered.problem
+    is_complete = delivered.is_complete and delivered.status == status
+    if not is_complete and problem is None:
+        problem = f"the delivery was cut short; see {files.log}"
+    return Delivery(
+        uri=delivered.uri,
+        experiment_id=delivered.experiment_id,
+        run_id=delivered.run_id,
+        model_name=delivered.model.get("name"),
+        model_version=delivered.model.get("version"),
+        is_complete=is_complete,
+        problem=problem,
+    )
+
+
+def describe(spec: JobSpec, facts: Mapping[str, Any], run_key: str) -> Description:
+    """Return everything the drain has to know about a job."""
+    storage = spec.run_dir.parent
+    uri = spec.tracking.uri or f"sqlite:///{storage / DATABASE}"
+    is_served = uri.startswith(("http://", "https://", "databricks"))
+    return Description(
+        uri=uri,
+        experiment=spec.tracking.experiment,
+        run_name=spec.name,
+        run_key=run_key,
+        params=dict(_params(spec.model_dump(mode="json"))),
+        job_toml=spec.to_toml(),
+        facts=json.loads(json.dumps(dict(facts), default=str)),
+        artifact_folder=None if is_served else str(storage / ARTIFACTS_FOLDER),
+        model_name=(spec.export.registered_model or spec.name) if spec.export.enabled else None,
+        model_alias=spec.export.alias,
+        checkpoint_artifacts=spec.tracking.checkpoint_artifacts,
+        log_every=spec.tracking.log_every,
+    )
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Return commit, branch and whether files differ from it; empty outside of a repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _params(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes] | None:
+    source = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    try:
+        with files.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dmuon_platform.drain", str(run_dir.resolve())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=files.folder,  # MLflow may leave files where it runs
+                env={**os.environ, **DRAIN_ENVIRONMENT, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for the driver, which then finishes it
+            )
+    except OSError as error:
+        warnings.warn(f"nothing tells MLflow about this run: {error}", stacklevel=3)
+        return None
+
+
+def _finish_drain(drain: subprocess.Popen[bytes], timeout_s: float) -> None:
+    try:
+        drain.communicate(f"finish {timeout_s}\n".encode(), timeout_s + GRACE_S)
+    except (subprocess.TimeoutExpired, OSError):
+        drain.kill()
+        drain.wait()
