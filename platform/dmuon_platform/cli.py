@@ -1,0 +1,104 @@
+"""The command ``dmuon``: arguments in, an exit code out."""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+
+from dmuon_platform.errors import FatalError, PlatformError
+from dmuon_platform.spec import JobSpec, load_job
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, or that of the `PlatformError`."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+    except PlatformError as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        else:
+            print(f"dmuon: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("dmuon: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:  # a bug of ours, so the trace is what helps
+        traceback.print_exc()
+        return FatalError.exit_code
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    spec = _job(arguments)
+    from dmuon_platform.launch import run_job
+
+    run_job(spec)
+    return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from dmuon_platform.submission import submit_job
+
+    return submit_job(arguments.job, arguments.set, arguments.address, follow=arguments.follow)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    spec = _job(arguments)
+    from dmuon_platform.outline import outline
+
+    print(outline(spec))
+    return 0
+
+
+def _schema(_arguments: argparse.Namespace) -> int:
+    print(json.dumps(JobSpec.model_json_schema(), indent=2))
+    return 0
+
+
+def _job(arguments: argparse.Namespace) -> JobSpec:
+    overrides = list(arguments.set)
+    if getattr(arguments, "address", None) is not None:
+        overrides.append(f"resources.address={arguments.address}")
+    return load_job(arguments.job, overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dmuon",
+        description="Train language models with Muon on many machines: a job file in, a trained, "
+        "tracked and registered model out.",
+        epilog="Exit codes: 0 done, 75 stopped on request (run again to go on), 78 the job is "
+        "wrong, 86 diverged, 70 a bug, 1 gave up.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a job here, or go on with it")
+    run.add_argument("--address", help="a Ray cluster, host:port or auto; default: a local one")
+    submit = commands.add_parser("submit", help="hand a job to a Ray cluster, and leave")
+    submit.add_argument("--address", required=True, help="its job server: http://127.0.0.1:8265")
+    submit.add_argument("--follow", action="store_true", help="show its output until it ends")
+    validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
+    schema = commands.add_parser("schema", help="print the JSON schema of job files")
+    for command in (run, submit, validate):
+        command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
+        command.add_argument(
+            "--set",
+            action="extend",
+            nargs="+",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change the job: --set train.steps=50 optimizer.lr=0.01",
+        )
+    actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
+    for command, action in actions.items():
+        command.add_argument("--traceback", action="store_true", help="show where an error arose")
+        command.set_defaults(command=action)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a job will do, in a few lines, worked out without starting anything."""
+
+import dmuon
+from dmuon_platform import preflight
+from dmuon_platform.model import build_model, is_hidden, layer_modules
+from dmuon_platform.spec import JobSpec
+
+
+def outline(spec: JobSpec) -> str:
+    """Check the job against this machine and return its plan as text.
+
+    Raises:
+        SpecError: The model cannot be built, or the data is not there or does not fit it.
+    """
+    spec = preflight.resolve(spec)
+    preflight.check_job(spec)
+    num_tokens = spec.num_steps * spec.tokens_per_step
+    model = build_model(spec.model, spec.data.sequence_length, device="meta")
+    lines = [
+        f"{spec.name}: in {spec.run_dir}",
+        f"{spec.num_steps:,} steps of {spec.tokens_per_step:,} tokens, {num_tokens:,} in all",
+        f"{sum(param.numel() for param in model.parameters()):,} parameters",
+    ]
+    for num_workers in spec.resources.possible_workers:
+        lines += [_division(spec, num_workers), _ownership(owner_plan(spec, num_workers))]
+    return "\n".join(lines)
+
+
+def owner_plan(spec: JobSpec, num_workers: int) -> dmuon.Plan:
+    """Return who will own which hidden matrix among that many workers."""
+    model = build_model(spec.model, spec.data.sequence_length, device="meta")
+    layers = set(layer_modules(model))
+    blocks = [name for name, module in model.named_modules() if module in layers]
+    matrices = [
+        dmuon.Matrix(
+            name,
+            tuple(param.shape),
+            block=next((block for block in blocks if name.startswith(f"{block}.")), ""),
+        )
+        for name, param in model.named_parameters()
+        if is_hidden(name, param)
+    ]
+    return dmuon.make_plan(matrices, num_workers)
+
+
+def _division(spec: JobSpec, num_workers: int) -> str:
+    replicate, shard = spec.resolve_mesh(num_workers)
+    num_micro = spec.accumulation(num_workers)
+    return (
+        f"{num_workers} workers: mesh {replicate} x {shard} (replicate x shard), each worker "
+        f"{num_micro} x {spec.train.micro_batch_size} sequences a step"
+    )
+
+
+def _ownership(plan: dmuon.Plan) -> str:
+    least, most = (size / 2**20 for size in (min(plan.bytes_per_owner), max(plan.bytes_per_owner)))
+    return (
+        f"  {len(plan.matrices)} hidden matrices over {plan.num_owners} owners: {least:.1f} to "
+        f"{most:.1f} MiB of weights and momentum each, busiest owner {plan.imbalance:.3f} x the "
+        "mean work"
+    )
