@@ -82,12 +82,10 @@ class _Loader(yaml.SafeLoader):
     """YAML as one expects it: 1e-3 is a number, and a key may be there once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
                 raise ValueError(f"the key {key!r} is there twice in one table")
-            seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

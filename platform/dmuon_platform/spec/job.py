@@ -28,8 +28,8 @@ from dmuon_platform.spec.toml import to_toml
 from dmuon_platform.spec.tracking import TrackingSpec
 from dmuon_platform.spec.train import TrainSpec
 
-BYTE_VOCABULARY = 257
-"""The bytes, and the separator between documents."""
+BYTE_VOCABULARY = 256
+"""All bytes; one that UTF-8 never uses separates documents."""
 
 RESERVED_NAMES = frozenset({"data", "mlartifacts", "mlflow.db", "mlruns"})
 """What else lies in ``storage``."""

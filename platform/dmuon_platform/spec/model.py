@@ -18,8 +18,8 @@ class ModelSpec(Section):
     path: str | None = Field(None, min_length=1)
     """A local Hugging Face folder to train instead (needs the ``hf`` extra). Then no sizes."""
 
-    vocab_size: PositiveInt = 257
-    """Rows of the embedding; every token id must be below it. Byte tokens need 257."""
+    vocab_size: PositiveInt = 256
+    """Rows of the embedding; every token id must be below it. Byte tokens need 256."""
 
     hidden_size: PositiveInt = 256
     """Width of the residual stream; a multiple of twice the attention heads."""

@@ -1,0 +1,187 @@
+"""The command: what it prints, and with which exit code it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dmuon_platform import cli, launch, submission
+from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
+from dmuon_platform.spec import JobSpec
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "jobs" / "tiny_cpu.toml")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
+    """Jobs that reach ``launch``, which is replaced."""
+    jobs: list[JobSpec] = []
+    monkeypatch.setattr(launch, "run_job", jobs.append)
+    return jobs
+
+
+def test_run_launches_the_job_with_its_changes(launched: list[JobSpec]) -> None:
+    changes = ["--set", "train.steps=50", "name=short", "--set=optimizer.lr=0.01"]
+    assert cli.main(["run", TINY, *changes, "--address", "h:6379"]) == 0
+    (job,) = launched
+    assert (job.name, job.train.steps, job.optimizer.lr) == ("short", 50, 0.01)
+    assert job.resources.address == "h:6379"
+
+
+def test_a_wrong_job_is_refused_in_words_with_exit_code_78(
+    launched: list[JobSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", TINY, "--set", "train.stps=50"]) == 78
+    printed = capsys.readouterr()
+    assert "train.stps: there is no such key; did you mean train.steps?" in printed.err
+    assert "Traceback" not in printed.err
+    assert launched == []
+
+
+def test_the_stack_trace_is_there_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", TINY, "--set", "train.stps=50", "--traceback"]) == 78
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PlatformError("gave up"), 1),
+        (GracefulStop("stopped"), 75),
+        (Diverged("loss"), 86),
+        (ZeroDivisionError("a bug"), 70),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_end_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+) -> None:
+    def fail(_spec: JobSpec) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "run_job", fail)
+    assert cli.main(["run", TINY]) == code
+    assert ("Traceback" in capsys.readouterr().err) == (code == 70)
+
+
+def test_schema_prints_a_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"name", "data", "train"} <= set(schema["required"])
+
+
+def test_validate_shows_the_plan_and_starts_nothing(
+    launched: list[JobSpec],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["validate", TINY]) == 0
+    printed = capsys.readouterr().out
+    assert "mesh 1 x 2 (replicate x shard)" in printed
+    assert "hidden matrices over 2 owners" in printed
+    assert launched == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_validate_refuses_data_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", TINY, "--set", "data.source=/nowhere/*.txt"]) == 78
+    assert "no file matches '/nowhere/*.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["submit", TINY], ["walk"]])
+def test_wrong_arguments_show_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: dmuon" in capsys.readouterr().err
+
+
+def test_jobs_train_is_dmuon_run_from_a_clone_without_installation(tmp_path: Path) -> None:
+    program = ROOT / "jobs" / "train.py"
+    done = subprocess.run(
+        [sys.executable, str(program), TINY, "--set", "train.stps=1"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 78
+    assert "did you mean train.steps?" in done.stderr
+
+
+class FakeServer:
+    """A job server that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.jobs: list[dict[str, object]] = []
+
+    def submit_job(self, **job: object) -> str:
+        self.jobs.append(job)
+        return "raysubmit_1"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    fake = FakeServer()
+    monkeypatch.setattr(submission, "JobSubmissionClient", lambda _address: fake)
+    monkeypatch.chdir(ROOT)
+    return fake
+
+
+def test_submit_uploads_the_folder_and_our_packages(server: FakeServer) -> None:
+    changes = ["--set", "name=a b".replace(" ", "_"), "data.source=x y/*.txt"]
+    address = "http://127.0.0.1:8265"
+    assert cli.main(["submit", "jobs/tiny_cpu.toml", *changes, "--address", address]) == 0
+    (job,) = server.jobs
+    assert str(job["entrypoint"]).startswith(
+        "python -m dmuon_platform.cli run jobs/tiny_cpu.toml --set=name=a_b '--set=data.source=x y"
+    )
+    environment = job["runtime_env"]
+    assert isinstance(environment, dict)
+    assert environment["working_dir"] == str(ROOT)
+    assert {Path(module).name for module in environment["py_modules"]} == {
+        "dmuon",
+        "dmuon_platform",
+    }
+
+
+def test_a_cluster_on_this_machine_uses_this_storage(server: FakeServer) -> None:
+    cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"])
+    cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://head:8265"])
+    here, there = (str(job["entrypoint"]) for job in server.jobs)
+    assert here.endswith(f"--set=storage={ROOT / 'runs'}")
+    assert "storage" not in there
+
+
+def test_a_wrong_job_is_not_submitted(server: FakeServer) -> None:
+    arguments = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
+    assert cli.main([*arguments, "--set", "optimizer.momentum=2"]) == 78
+    assert server.jobs == []
+
+
+def test_a_job_outside_the_uploaded_folder_is_refused(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["submit", TINY, "--address", "http://127.0.0.1:8265"]) == 78
+    assert server.jobs == []
+
+
+def test_a_server_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:9"]) == 1
+    printed = capsys.readouterr().err
+    assert "No Ray job server answers at --address http://127.0.0.1:9" in printed
+    assert "Traceback" not in printed

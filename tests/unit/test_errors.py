@@ -1,0 +1,19 @@
+"""Errors travel between processes whole."""
+
+import pickle
+
+import pytest
+from dmuon_platform.errors import Diverged, FatalError, GracefulStop, PlatformError, SpecError
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(PlatformError, 1), (SpecError, 78), (GracefulStop, 75), (Diverged, 86), (FatalError, 70)],
+)
+def test_an_error_survives_pickling_with_its_exit_code(
+    kind: type[PlatformError], code: int
+) -> None:
+    error = pickle.loads(pickle.dumps(kind("mesh.shard: 3 does not divide 4 workers")))
+    assert type(error) is kind
+    assert str(error) == "mesh.shard: 3 does not divide 4 workers"
+    assert error.exit_code == code

@@ -1,0 +1,45 @@
+"""Every job file that we ship is right, and can be planned."""
+
+from pathlib import Path
+
+import pytest
+from dmuon_platform.outline import owner_plan
+from dmuon_platform.spec import job_of, load_job
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.toml"))
+
+
+def test_the_three_jobs_of_the_readme_are_there() -> None:
+    assert {"tiny_cpu", "gpt_125m_fsdp", "llama_1b_hsdp"} <= {job.stem for job in JOBS}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
+def test_a_job_of_ours_parses_and_plans(job: Path) -> None:
+    spec = load_job(job)
+    assert spec.name == job.stem
+    assert spec.num_steps > 0
+    for num_workers in spec.resources.possible_workers:
+        replicate, shard = spec.resolve_mesh(num_workers)
+        assert replicate * shard == num_workers
+        micro_batches = spec.accumulation(num_workers)
+        rows = micro_batches * spec.train.micro_batch_size * num_workers
+        assert rows == spec.train.global_batch_size
+        plan = owner_plan(spec, num_workers)
+        assert len(set(plan.owners)) == num_workers
+        assert plan.imbalance < 1.15
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
+def test_a_job_of_ours_is_commented_and_resolves_to_itself(job: Path) -> None:
+    text = job.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    spec = load_job(job)
+    import tomllib
+
+    assert job_of(tomllib.loads(spec.to_toml())) == spec
+
+
+def test_hsdp_is_planned_as_two_copies_over_eight() -> None:
+    spec = load_job(ROOT / "jobs" / "llama_1b_hsdp.toml")
+    assert spec.resolve_mesh(16) == (2, 8)
