@@ -1,5 +1,6 @@
 """A Ray cluster for one job: our own, started and stopped here, or one that is already there."""
 
+import importlib.util
 import os
 import secrets
 import shutil
@@ -22,6 +23,9 @@ OBJECT_STORE_BYTES = 256 * 2**20
 
 MAX_TEMP_ROOT = 40
 """Ray puts sockets some 60 characters below its folder, and Linux allows 107 in all."""
+
+BROUGHT = {"site-packages", "dist-packages", "py_modules_files"}
+"""Folders of packages that workers have already: installed, or sent with ``ray job submit``."""
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -139,10 +143,15 @@ def _choose_authentication() -> None:
 
 def _source_environment() -> dict[str, Any]:
     """What workers on other machines need to import us when we run from a source folder."""
-    package = Path(__file__).resolve().parent
-    if package.parent.name != "platform":
-        return {}  # installed, or already brought by the job's runtime environment
-    return {"py_modules": [str(package)]}
+    folders = [_folder_of(name) for name in ("dmuon", "dmuon_platform")]
+    return {"py_modules": [str(f) for f in folders if not BROUGHT & set(f.parts)]}
+
+
+def _folder_of(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise PlatformError(f"The package {package} cannot be found; install it beside this one.")
+    return Path(spec.origin).parent
 
 
 def _cpus_needed(spec: JobSpec, num_workers: int) -> int:

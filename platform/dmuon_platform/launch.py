@@ -6,16 +6,26 @@ from typing import Any
 from rich.console import Console
 
 from dmuon_platform import cluster, preflight
-from dmuon_platform.data import DatasetInfo, check_size, open_dataset, prepare_dataset
+from dmuon_platform.data import (
+    DatasetInfo,
+    check_size,
+    load_tokenizer,
+    open_dataset,
+    prepare_dataset,
+    tokenizer_files,
+)
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.events import Journal
+from dmuon_platform.export import export_model
+from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, supervise
+from dmuon_platform.tracking import Tracker, deliver_pending, git_state
 
 DATA_FOLDER = "data"
 """Prepared datasets lie beside the runs, since runs share them."""
@@ -37,7 +47,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     journal = Journal(spec.run_dir)
     finished = journal.last("finished")
     if finished is not None and finished["steps"] >= spec.num_steps:
-        summary = Summary.from_dict(finished)
+        summary = Summary.from_dict(finished).delivered(deliver_pending(spec), spec.export.alias)
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
@@ -45,10 +55,19 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)
         preflight.record_job(spec)
-        trained = _train(spec, info, journal, console)
-        summary = _conclude(spec, info, journal, trained)
+        with Tracker(spec, _facts(spec, info)) as tracker:
+            trained = _train(spec, info, journal, console)
+            summary = _conclude(spec, info, journal, trained)
+            delivery = tracker.finish("FINISHED")
+    summary = summary.delivered(delivery, spec.export.alias)
     _say(console, summary.text())
     return summary
+
+
+def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
+    source = spec.data.source
+    name = source if isinstance(source, str) else ", ".join(source)
+    return {"git": git_state(Path.cwd()), "dataset": {"name": name, **vars(info)}}
 
 
 def _train(spec: JobSpec, info: DatasetInfo, journal: Journal, console: Console) -> dict[str, Any]:
@@ -81,18 +100,30 @@ def _train(spec: JobSpec, info: DatasetInfo, journal: Journal, console: Console)
 def _conclude(
     spec: JobSpec, info: DatasetInfo, journal: Journal, trained: dict[str, Any]
 ) -> Summary:
-    """Put together what the run has come to, and write down that it is finished."""
+    """Export the model, and write down what the run has come to."""
     newest = CheckpointStore(spec.run_dir).newest_verified()
+    if newest is None:
+        raise PlatformError(
+            f"{spec.run_dir} has no whole checkpoint left, so there is no model to export. Launch "
+            "the job again under another name."
+        )
+    export = None
+    if spec.export.enabled:
+        config = hf_config(spec.model, spec.data.sequence_length, info.separator_id)
+        files = tokenizer_files(load_tokenizer(spec.data.tokenizer))
+        export = export_model(spec.run_dir, newest.path, newest.manifest, config, files)
     continuation = MetricsSpool(spec.run_dir).continuation()
+    kinds = [event["kind"] for event in journal.read()]
     summary = Summary(
         name=spec.name,
         steps=trained["step"],
         tokens=trained["step"] * spec.tokens_per_step,
-        restarts=sum(event["kind"] == "training_started" for event in journal.read()) - 1,
+        restarts=kinds.count("training_started") - 1,
         bits_per_byte=trained["evaluation"]["evaluation/bits_per_byte"],
-        bigram_bits_per_byte=bigram_bits_per_byte(open_dataset(Path(info.folder))),
-        checkpoint=str(newest.path if newest else None),
+        bigram_bits_per_byte=bigram_bits_per_byte(open_dataset(info.folder)),
+        checkpoint=str(newest.path),
         weights_sha256=trained["weights_sha256"],
+        export=None if export is None else str(export.folder),
         steps_replayed_equal=continuation.equal,
         steps_replayed_different=continuation.different,
     )

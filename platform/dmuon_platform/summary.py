@@ -1,8 +1,10 @@
 """What a finished run has come to, as the launch prints it at the end."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
+
+from dmuon_platform.tracking import Delivery
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,10 @@ class Summary:
     weights_sha256: str
     export: str | None = None
     """The Hugging Face folder."""
-    registered: str | None = None
-    """As MLflow names it: ``models:/name@alias``."""
-    version: str | None = None
-    tracking_uri: str | None = None
-    run_id: str | None = None
     steps_replayed_equal: int = 0
     steps_replayed_different: int = 0
+    tracked: tuple[tuple[str, str], ...] = ()
+    """Where MLflow has it: labels and values for people. Not kept, since it may change."""
 
     @property
     def exit_code(self) -> int:
@@ -38,12 +37,16 @@ class Summary:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_dict` wrote; keys of other versions are passed over."""
-        known = {each.name for each in fields(cls)}
+        known = {each.name for each in fields(cls)} - {"tracked"}
         return cls(**{key: value for key, value in data.items() if key in known})
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
+
+    def delivered(self, delivery: Delivery, alias: str) -> "Summary":
+        """Return it with what MLflow knows of the run."""
+        return replace(self, tracked=tuple(_tracked_lines(delivery, alias)))
 
     def text(self) -> str:
         """Return it as lines for people."""
@@ -57,7 +60,7 @@ class Summary:
             rows.insert(0, ("restarts", self._restarts()))
         if self.export is not None:
             rows.append(("Hugging Face folder", self.export))
-        rows += self._tracking()
+        rows += self.tracked
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}" for label, value in rows]
         return "\n".join([f"{self.name}: {self.steps} steps, {self.tokens:,} tokens", *lines])
@@ -69,15 +72,18 @@ class Summary:
             text += f"; {self.steps_replayed_equal} of {replayed} repeated steps equal bit for bit"
         return text
 
-    def _tracking(self) -> list[tuple[str, str]]:
-        if self.run_id is None:
-            return [("MLflow", "not reached; the metrics are in metrics.jsonl of the run folder")]
-        rows = [
-            ("MLflow run", self.run_id),
-            ("  to see it", f"mlflow ui --backend-store-uri {self.tracking_uri}"),
-        ]
-        if str(self.tracking_uri).startswith("http"):
-            rows[1] = ("  to see it", str(self.tracking_uri))
-        if self.registered is not None:
-            rows.append(("registered model", f"{self.registered} (version {self.version})"))
-        return rows
+
+def _tracked_lines(delivery: Delivery, alias: str) -> Iterator[tuple[str, str]]:
+    if delivery.run_id is None:
+        yield "MLflow", f"not reached: {delivery.problem}. Launch the job again to tell it."
+        return
+    yield "MLflow run", delivery.run_id
+    served = delivery.uri.startswith("http")
+    how = delivery.uri if served else f"mlflow ui --backend-store-uri {delivery.uri}"
+    yield "  to see it", how
+    if delivery.model_name is not None and delivery.model_version is not None:
+        place = "/latest" if alias.lower() == "latest" else f"@{alias}"
+        name = f"models:/{delivery.model_name}{place}"
+        yield "registered model", f"{name} (version {delivery.model_version})"
+    if not delivery.is_complete:
+        yield "  not all is told", f"{delivery.problem}. Launch the job again to tell the rest."
