@@ -25,6 +25,9 @@ def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
     for number, event in enumerate(restarted, start=1):
         tags[f"restart.{number}.after_step"] = event.get("step")
         tags[f"restart.{number}.cause"] = event.get("cause")
+    trained = [event for event in events if event["kind"] == "trained"]
+    if trained:
+        tags["weights_sha256"] = trained[-1].get("weights_sha256")
     if continuation.equal or continuation.different:
         tags["continuation.equal_steps"] = continuation.equal
         tags["continuation.different_steps"] = continuation.different
