@@ -6,12 +6,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dmuon_platform.errors import PlatformError, SpecError
-from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spec import load_job
 
 EXCLUDES = [".git", ".venv", "/runs"]
 """What is never uploaded, beside what ``.gitignore`` and ``.rayignore`` name."""
@@ -21,11 +20,17 @@ STOP_WAIT_S = 60
 
 OUR_PACKAGES = ("dmuon", "dmuon_platform")
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+FROM_A_CLONE = "jobs/train.py"
+"""Runs a job where our packages are files and not installed."""
+
+INSTALLED = "site-packages"
+"""Packages below such a folder are taken to be installed on the cluster too."""
 
 
 def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool) -> int:
-    """Check a job, upload the current folder and our packages, and start it on the cluster.
+    """Check a job, upload the current folder, and start it on the cluster.
+
+    From a clone this is ``ray job submit --working-dir . -- python jobs/train.py JOB``.
 
     Args:
         job: The job file, inside the current folder.
@@ -40,7 +45,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         PlatformError: The job is wrong, or the server does not take it.
     """
     spec = load_job(job, overrides)
-    entrypoint = _entrypoint(job, [*overrides, *_storage_for(spec, address)])
+    entrypoint = _entrypoint(job, overrides)
     client = _client(address)
     try:
         submission = client.submit_job(
@@ -49,6 +54,12 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     except (RuntimeError, ConnectionError, ValueError) as error:
         raise PlatformError(f"The job server at {address} did not take the job: {error}") from error
     print(f"Submitted {spec.name} as {submission}: {entrypoint}", flush=True)
+    if not Path(spec.storage).expanduser().is_absolute():
+        print(
+            f"Its storage {spec.storage!r} lies in the home folder of the cluster's user; "
+            "--set storage=/PATH puts it elsewhere.",
+            flush=True,
+        )
     if not follow:
         print(f"Follow it with: ray job logs --address {address} --follow {submission}")
         return 0
@@ -63,14 +74,21 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
             f"{job}: lies outside {here}, which is what the cluster gets; change to a folder above "
             "the job file and submit from there"
         )
-    command = ["python", "-m", "dmuon_platform.cli", "run", path.relative_to(here).as_posix()]
+    start = [FROM_A_CLONE] if _is_clone(here) else ["-m", "dmuon_platform.cli", "run"]
+    command = ["python", *start, path.relative_to(here).as_posix()]
     return shlex.join([*command, *(f"--set={one}" for one in overrides)])
 
 
-def _storage_for(spec: JobSpec, address: str) -> list[str]:
-    """Name ``storage`` in full when the cluster is on this machine: it runs in another folder."""
-    host = urlsplit(address if "://" in address else f"http://{address}").hostname
-    return [f"storage={spec.anchored(Path.cwd()).storage}"] if host in LOOPBACK else []
+def _is_clone(folder: Path) -> bool:
+    """Tell whether the folder brings our packages along, and the program that finds them."""
+    return (folder / FROM_A_CLONE).is_file() and all(
+        package.is_relative_to(folder) for package in _our_packages()
+    )
+
+
+def _our_packages() -> list[Path]:
+    specs = [importlib.util.find_spec(name) for name in OUR_PACKAGES]
+    return [Path(spec.origin).parent for spec in specs if spec and spec.origin]
 
 
 def _client(address: str) -> JobSubmissionClient:
@@ -86,14 +104,16 @@ def _client(address: str) -> JobSubmissionClient:
 
 
 def _runtime_env() -> dict[str, Any]:
-    specs = [importlib.util.find_spec(name) for name in OUR_PACKAGES]
-    folders = [spec.submodule_search_locations for spec in specs if spec is not None]
-    return {
+    environment: dict[str, Any] = {
         "working_dir": str(Path.cwd()),
-        "py_modules": [str(Path(folder[0])) for folder in folders if folder],
         "excludes": EXCLUDES,
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
     }
+    packages = _our_packages()
+    is_installed = any(INSTALLED in package.parts for package in packages)
+    if not is_installed and not _is_clone(Path.cwd()):
+        environment["py_modules"] = [str(package) for package in packages]
+    return environment
 
 
 def _follow(client: JobSubmissionClient, submission: str) -> int:
@@ -109,5 +129,6 @@ def _follow(client: JobSubmissionClient, submission: str) -> int:
     info = client.get_job_info(submission)
     if info.status == JobStatus.SUCCEEDED:
         return 0
-    print(f"{submission}: {info.status}. {info.message or ''}")
+    first_line, _, _ = (info.message or "").partition("\n")  # the others repeat the output
+    print(f"{submission}: {info.status}. {first_line}")
     return info.driver_exit_code or PlatformError.exit_code

@@ -138,29 +138,42 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     return fake
 
 
-def test_submit_uploads_the_folder_and_our_packages(server: FakeServer) -> None:
-    changes = ["--set", "name=a b".replace(" ", "_"), "data.source=x y/*.txt"]
+def test_submit_from_a_clone_uploads_it_and_runs_its_program(server: FakeServer) -> None:
+    changes = ["--set", "name=a_b", "data.source=x y/*.txt"]
     address = "http://127.0.0.1:8265"
     assert cli.main(["submit", "jobs/tiny_cpu.toml", *changes, "--address", address]) == 0
     (job,) = server.jobs
     assert str(job["entrypoint"]).startswith(
-        "python -m dmuon_platform.cli run jobs/tiny_cpu.toml --set=name=a_b '--set=data.source=x y"
+        "python jobs/train.py jobs/tiny_cpu.toml --set=name=a_b '--set=data.source=x y"
     )
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     assert environment["working_dir"] == str(ROOT)
-    assert {Path(module).name for module in environment["py_modules"]} == {
-        "dmuon",
-        "dmuon_platform",
-    }
+    assert "py_modules" not in environment
 
 
-def test_a_cluster_on_this_machine_uses_this_storage(server: FakeServer) -> None:
-    cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"])
-    cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://head:8265"])
-    here, there = (str(job["entrypoint"]) for job in server.jobs)
-    assert here.endswith(f"--set=storage={ROOT / 'runs'}")
-    assert "storage" not in there
+def test_submit_from_elsewhere_brings_our_packages(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text(Path(TINY).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["submit", "mine.toml", "--address", "http://127.0.0.1:8265"]) == 0
+    (job,) = server.jobs
+    assert job["entrypoint"] == "python -m dmuon_platform.cli run mine.toml"
+    environment = job["runtime_env"]
+    assert isinstance(environment, dict)
+    packages = {Path(module).relative_to(ROOT).as_posix() for module in environment["py_modules"]}
+    assert packages == {"dmuon", "platform/dmuon_platform"}
+
+
+def test_submit_says_where_a_relative_storage_will_lie(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
+    assert cli.main(arguments) == 0
+    assert "'runs' lies in the home folder of the cluster's user" in capsys.readouterr().out
+    assert cli.main([*arguments, "--set", "storage=/mnt/runs"]) == 0
+    assert "home folder" not in capsys.readouterr().out
 
 
 def test_a_wrong_job_is_not_submitted(server: FakeServer) -> None:
