@@ -24,7 +24,7 @@ from dmuon_platform.registry import register
 from dmuon_platform.run_story import plans_of, tags_of
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.system_sampler import SYSTEM_FILE, SystemSampler
-from dmuon_platform.tracked_run import TrackedRun
+from dmuon_platform.tracked_run import TrackedRun, is_reachable
 from dmuon_platform.tracking_files import TrackingFiles
 
 EVERY_S = 1.0
@@ -65,6 +65,9 @@ class Drain:
         A thing that the tracker refuses does not keep back the others; a tracker that does not
         answer is not asked further.
         """
+        uri = self._description.uri
+        if self._delivered.problem is not None and not is_reachable(uri):
+            return False
         problem = None
         for what, tell in self._topics():
             try:
@@ -72,7 +75,7 @@ class Drain:
             except Exception as error:  # a tracker may fail in any way, and never the training
                 _log.exception("could not tell %s", what)
                 problem = f"{what}: {type(error).__name__}: {error}"
-                if self._run is None or not self._run.is_reachable():
+                if self._run is None or not is_reachable(uri):
                     break
         self._delivered.problem = problem
         self._delivered.is_complete = problem is None

@@ -27,7 +27,7 @@ GIT_S = 5.0
 
 DRAIN_ENVIRONMENT = {
     # MLflow's own defaults would wait four minutes for a server that is gone.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the drain itself tries again
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
     "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -97,10 +97,8 @@ class Tracker:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
         self._files.want(status, int(time.time() * 1000))
         drain, self._drain = self._drain, None
-        if drain is None or drain.poll() is not None:  # it died: another one does the rest
-            drain = _start_drain(self._run_dir, self._files)
-        if drain is not None:
-            _finish_drain(drain, timeout_s)
+        if drain is None or not _finish_drain(drain, timeout_s):
+            _drain_once(self._run_dir, self._files, timeout_s)  # it died: another does the rest
         return delivery(self._run_dir)
 
 
@@ -115,9 +113,7 @@ def deliver_pending(spec: JobSpec, timeout_s: float = FINISH_S) -> Delivery:
     if earlier is None or (told_all and delivered.uri == description.uri):
         return delivery(spec.run_dir)
     files.describe(description)
-    drain = _start_drain(spec.run_dir, files)
-    if drain is not None:
-        _finish_drain(drain, timeout_s)
+    _drain_once(spec.run_dir, files, timeout_s)
     return delivery(spec.run_dir)
 
 
@@ -207,9 +203,21 @@ def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]
         return None
 
 
-def _finish_drain(drain: subprocess.Popen[bytes], timeout_s: float) -> None:
+def _drain_once(run_dir: Path, files: TrackingFiles, timeout_s: float) -> None:
+    drain = _start_drain(run_dir, files)
+    if drain is not None:
+        _finish_drain(drain, timeout_s)
+
+
+def _finish_drain(drain: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Let the drain deliver what is left; return False when it had died before that."""
     try:
         drain.communicate(f"finish {timeout_s}\n".encode(), timeout_s + GRACE_S)
-    except (subprocess.TimeoutExpired, OSError):
+    except subprocess.TimeoutExpired:
+        drain.kill()
+        drain.communicate()
+        return True  # there is no time for another one
+    except OSError:
         drain.kill()
         drain.wait()
+    return drain.returncode == 0

@@ -1,0 +1,114 @@
+"""Every point arrives once, wherever the drain is killed and whatever the server answers."""
+
+from dmuon_platform.metric_delivery import MetricDelivery
+from dmuon_platform.run_story import plans_of, tags_of
+from dmuon_platform.spool import Continuation, MetricsSpool
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Killed(BaseException):
+    """What the process does not survive."""
+
+
+class Tracker:
+    """Keeps every point it is told, and fails when told to, before or after keeping them."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int, float]] = []
+        self.fate = "answer"
+
+    def log_metrics(self, metrics):
+        if self.fate == "refuse":
+            raise ConnectionError
+        half = metrics[: len(metrics) // 2] if self.fate == "half" else metrics
+        self.points += [(each.key, each.step, each.value) for each in half]
+        if self.fate in ("lose the answer", "half"):
+            raise ConnectionError
+
+    def steps_of(self, key):
+        return {step for name, step, _ in self.points if name == key}
+
+
+FATES = st.sampled_from(["answer", "refuse", "lose the answer", "half", "die", "restart"])
+
+
+@given(fates=st.lists(FATES, max_size=12), per_round=st.integers(0, 3))
+def test_every_point_arrives_once(tmp_path_factory, fates, per_round):
+    spool = MetricsSpool(tmp_path_factory.mktemp("run"))
+    tracker = Tracker()
+    offsets = [0]
+    step = 0
+    delivery = MetricDelivery(spool, tracker, 0, offsets.append)
+    for fate in [*fates, "answer"]:
+        for _ in range(per_round):
+            step += 1
+            spool.append(step, {"train/loss": 1 / step, "train/norm": 1.0}, 0.0)
+        tracker.fate = fate
+
+        def told(offset, fate=fate):
+            if fate == "die":
+                raise Killed
+            offsets.append(offset)
+
+        if fate in ("restart", "die"):
+            delivery = MetricDelivery(spool, tracker, offsets[-1], told)
+        try:
+            delivery.deliver()
+        except ConnectionError:
+            pass
+        except Killed:
+            delivery = MetricDelivery(spool, tracker, offsets[-1], offsets.append)
+    delivery = MetricDelivery(spool, tracker, offsets[-1], offsets.append)
+    delivery.deliver()
+    expected = [("train/loss", s, 1 / s) for s in range(1, step + 1)]
+    expected += [("train/norm", s, 1.0) for s in range(1, step + 1)]
+    assert sorted(tracker.points) == sorted(expected)
+
+
+def test_a_step_that_two_attempts_wrote_at_once_arrives_once(tmp_path):
+    one, other = MetricsSpool(tmp_path), MetricsSpool(tmp_path)
+    one.append(1, {"train/loss": 1.0}, 0.0)
+    other.append(2, {"train/loss": 0.5}, 0.0)
+    one.append(2, {"train/loss": 0.5}, 0.0)  # does not see what the other has written since
+    tracker = Tracker()
+    delivery = MetricDelivery(MetricsSpool(tmp_path), tracker, 0, lambda offset: None)
+    delivery.deliver()
+    one.append(3, {"train/loss": 0.1}, 0.0)
+    other.append(3, {"train/loss": 0.1}, 0.0)
+    delivery.deliver()
+    assert [step for _, step, _ in tracker.points] == [1, 2, 3]
+
+
+def test_curves_can_be_thinned_and_evaluations_stay(tmp_path):
+    spool = MetricsSpool(tmp_path)
+    for step in range(1, 5):
+        spool.append(step, {"train/loss": 1.0, "evaluation/loss": 2.0}, 0.0)
+    tracker = Tracker()
+    MetricDelivery(spool, tracker, 0, lambda offset: None, log_every=2).deliver()
+    assert [step for key, step, _ in tracker.points if key == "train/loss"] == [2, 4]
+    assert [step for key, step, _ in tracker.points if key == "evaluation/loss"] == [1, 2, 3, 4]
+
+
+def test_attempts_and_restarts_become_tags():
+    workers = [{"host": "a", "pid": 1}, {"host": "b", "pid": 1}]
+    events = [
+        {"kind": "training_started", "attempt": 1, "step": 0, "workers": workers, "plan": {"x": 1}},
+        {"kind": "restarted", "attempt": 1, "step": 7, "cause": "rank 1 died"},
+        {"kind": "training_started", "attempt": 2, "step": 5, "workers": workers[:1], "plan": {}},
+    ]
+    assert tags_of(events, Continuation(2, 0)) == {
+        "attempts": "2",
+        "restarts": "1",
+        "attempt.1.from_step": "0",
+        "attempt.1.workers": "2",
+        "attempt.1.hosts": "a, b",
+        "attempt.2.from_step": "5",
+        "attempt.2.workers": "1",
+        "attempt.2.hosts": "a",
+        "restart.1.after_step": "7",
+        "restart.1.cause": "rank 1 died",
+        "continuation.equal_steps": "2",
+        "continuation.different_steps": "0",
+    }
+    assert plans_of(events) == {"attempt-1": {"x": 1}}
