@@ -15,7 +15,7 @@ from dmuon.bench.measure import measure
 from dmuon.bench.ranks import Launch, RankError, run_ranks
 from dmuon.bench.report import NOTE, render
 from dmuon.bench.settings import PRECISIONS, Settings
-from dmuon.bench.summary import summarise
+from dmuon.bench.summary import loss_difference, summarise
 
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
 _HELP = {
@@ -91,6 +91,7 @@ def run(settings: Settings, device_type: str) -> dict[str, Any]:
         "cores": cores,
         "settings": asdict(settings),
         "model": model,
+        "loss_difference_between_ranks": loss_difference(runs),
         "runs": runs,
     }
 

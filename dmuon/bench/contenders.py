@@ -14,7 +14,7 @@ from dmuon.bench.settings import Settings
 
 ADAMW, DMUON = "adamw", "dmuon"
 _ADAMW_LR = 1e-3
-_MUON_LR = 0.02
+_MUON_LR = 0.005  # no warm-up here; 0.2 of it is the RMS of an update, as AdamW's at 1e-3
 
 
 @dataclass

@@ -3,11 +3,13 @@
 import os
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -128,6 +130,7 @@ def _rank(
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    threading.Thread(target=_die_with_caller, daemon=True).start()
     try:
         _join(rank, launch, store)
         value = body(rank, *args)
@@ -156,3 +159,10 @@ def _join(rank: int, launch: Launch, store: str) -> None:
         timeout=timedelta(seconds=launch.timeout_s),
         device_id=None if device.type == "cpu" else device,
     )
+
+
+def _die_with_caller() -> None:
+    caller = parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)

@@ -77,6 +77,11 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
         yield _wire(run, model["dedicated_bytes"])
     for run in result["runs"]:
         yield _parity(run)
+    if len(result["runs"]) > 1:
+        yield (
+            "parity, between numbers of ranks: losses of the same step differ by at most "
+            f"{result['loss_difference_between_ranks']:.1e} nats"
+        )
 
 
 def _wire(run: dict[str, Any], dedicated_bytes: int) -> str:

@@ -30,10 +30,10 @@ class Settings:
     steps: int = 2
     repeats: int = 5
     warmup: int = 1
-    width: int = 384
-    layers: int = 6
-    heads: int = 6
-    intermediate: int = 1024
+    width: int = 256
+    layers: int = 12
+    heads: int = 4
+    intermediate: int = 704
     sequence: int = 128
     batch: int = 16
     precision: str = "float32"

@@ -72,6 +72,17 @@ def parity(losses: dict[str, list[float]]) -> dict[str, bool]:
     }
 
 
+def loss_difference(runs: Sequence[dict[str, Any]]) -> float:
+    """The largest difference of a loss between numbers of ranks, in nats; NaN when one is NaN."""
+    differences = [
+        abs(one - other)
+        for run in runs
+        for name, losses in run["losses"].items()
+        for one, other in zip(losses, runs[0]["losses"][name], strict=True)
+    ]
+    return max(differences, key=lambda each: (math.isnan(each), each))
+
+
 def _step_seconds(reports: Sequence[RankReport], name: str) -> list[list[float]]:
     """Of each step of each round: the slowest rank's, since the next barrier waits for it."""
     rounds = zip(*(report.rounds for report in reports), strict=True)

@@ -13,7 +13,7 @@ import pytest
 from dmuon.bench import command
 from dmuon.bench.ranks import Launch, RankError, run_ranks
 from dmuon.bench.settings import Settings
-from dmuon.bench.summary import PHASES, parity, spread
+from dmuon.bench.summary import PHASES, loss_difference, parity, spread
 
 ROOT = Path(__file__).parents[2]
 WIDTH, INTERMEDIATE, LAYERS, STEPS, REPEATS, WARMUP = 32, 48, 2, 2, 2, 1
@@ -70,6 +70,8 @@ def test_both_train_and_the_counted_bytes_are_the_floor(
     assert both["broadcast_floor_bytes"] == passes * DEDICATED * item_bytes
     for run in result["runs"]:
         check_run(run)
+    rounding = 1e-4 if item_bytes == 4 else 5e-2
+    assert result["loss_difference_between_ranks"] < rounding
     assert "ratios" in table
     assert table.count("same start, finite, falling") == 2
 
@@ -137,6 +139,14 @@ def test_the_spread_of_one_round_is_that_round() -> None:
 def test_parity_tells_what_does_not_hold() -> None:
     losses = {"adamw": [5.5, 5.0], "dmuon": [5.5, math.nan]}
     assert parity(losses) == {"same_start": True, "finite": False, "falling": False}
+
+
+def test_the_largest_difference_of_a_loss_shows_nan() -> None:
+    def run(*losses: float) -> dict[str, dict[str, list[float]]]:
+        return {"losses": {"dmuon": list(losses)}}
+
+    assert loss_difference([run(5.0, 4.0), run(5.0, 4.5)]) == 0.5
+    assert math.isnan(loss_difference([run(5.0, 4.0), run(math.nan, 4.5)]))
 
 
 def test_defaults_are_valid_and_about_ten_million_parameters() -> None:
