@@ -1,1 +1,1 @@
-"""The training platform around dmuon: a job file in, a trained, tracked and registered model out."""
+"""The platform around dmuon: a job file in, a trained, tracked and registered model out."""
