@@ -4,7 +4,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
 from cluster import driver
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 
+STEPS = 60
+
 JOB = """
 name = "{name}"
 storage = "{storage}"
 
 [model]
-vocab_size = 256
+vocab_size = 257
 hidden_size = 64
 intermediate_size = 128
 num_hidden_layers = 2
@@ -86,7 +88,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def make_run(folder: Path, text: Path, name: str = "small", steps: int = 40) -> Run:
+def make_run(folder: Path, text: Path, name: str = "small", steps: int = STEPS) -> Run:
     """Write a small job below ``folder``."""
     storage = folder / "runs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 150) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int, str]:
     """Wait for the command; return its exit code and all it printed."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -125,7 +127,7 @@ def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
     return finish(start(*arguments, **environment))
 
 
-def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
     """Wait until something is so, while the command still runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():

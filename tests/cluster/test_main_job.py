@@ -1,0 +1,99 @@
+"""The main job, small: from a job file to a model that somebody else can load."""
+
+import os
+import signal
+
+import pytest
+from cluster import driver
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def tracking(reference):
+    """The MLflow client of the reference run, and that run."""
+    mlflow = pytest.importorskip("mlflow")
+    run, _ = reference
+    return _tracked(mlflow, run)
+
+
+def _tracked(mlflow, run):
+    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("dmuon")
+    runs = client.search_runs([experiment.experiment_id])
+    assert len(runs) == 1, "one run over all attempts"
+    return client, runs[0]
+
+
+def test_the_model_learns_the_text_better_than_a_bigram_model(reference):
+    run, output = reference
+    metrics = run.metrics()
+    assert sorted(metrics) == list(range(1, driver.STEPS + 1))
+    assert metrics[driver.STEPS]["train/loss"] < 0.6 * metrics[1]["train/loss"]
+    (finished,) = run.events("finished")
+    assert finished["bits_per_byte"] < finished["bigram_bits_per_byte"]
+    assert f"{finished['bits_per_byte']:.3f}" in output
+    assert f"{finished['bigram_bits_per_byte']:.3f}" in output
+
+
+def test_mlflow_has_one_curve_and_all_facts_of_the_run(reference, tracking):
+    run, _ = reference
+    client, tracked = tracking
+    assert tracked.info.status == "FINISHED"
+    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    told = {point.step: point.value for point in history}
+    assert len(history) == driver.STEPS
+    assert told == {step: m["train/loss"] for step, m in run.metrics().items()}
+    assert tracked.data.tags["weights_sha256"] == run.events("trained")[-1]["weights_sha256"]
+    assert tracked.data.params["train.steps"] == str(driver.STEPS)
+
+
+def test_the_registered_model_generates_text_with_transformers(tracking, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    transformers = pytest.importorskip("transformers")
+    client, _ = tracking
+    mlflow.set_tracking_uri(client.tracking_uri)
+    folder = mlflow.artifacts.download_artifacts("models:/small/latest", dst_path=str(tmp_path))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer("    def __init__(", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    text = tokenizer.decode(answer[0])
+    assert text.startswith("    def __init__(")
+    assert len(text) > len("    def __init__(")
+
+
+def test_a_finished_job_says_so_and_does_nothing(reference):
+    run, _ = reference
+    before = (run.folder / "events.jsonl").read_text()
+    code, output = driver.run("run", run.job)
+    assert code == 0
+    assert "already finished" in output
+    assert (run.folder / "events.jsonl").read_text() == before
+
+
+def test_after_a_killed_worker_the_run_is_bit_for_bit_the_undisturbed_one(
+    reference, text, tmp_path
+):
+    mlflow = pytest.importorskip("mlflow")
+    undisturbed, _ = reference
+    run = driver.make_run(tmp_path, text)
+    process = driver.start("run", run.job)
+    driver.wait_until(lambda: max(run.metrics(), default=0) >= 25, process)
+    (started,) = run.events("training_started")
+    os.kill(started["workers"][1]["pid"], signal.SIGKILL)
+    code, output = driver.finish(process)
+    assert code == 0, output
+
+    assert run.metrics() == undisturbed.metrics()
+    (trained,) = run.events("trained")
+    assert trained["weights_sha256"] == undisturbed.events("trained")[-1]["weights_sha256"]
+    assert run.replays(), "steps after the checkpoint were done again"
+    assert all(not replay["replay"] for replay in run.replays())
+    (restarted,) = run.events("restarted")
+    assert "rank 1 died" in restarted["cause"]
+
+    client, tracked = _tracked(mlflow, run)
+    assert len(client.get_metric_history(tracked.info.run_id, "train/loss")) == driver.STEPS
+    assert tracked.data.tags["restarts"] == "1"
+    assert "rank 1 died" in tracked.data.tags["restart.1.cause"]

@@ -1,0 +1,85 @@
+"""The same job handed to a Ray cluster that is already there."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from cluster import driver
+
+pytestmark = pytest.mark.cluster
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def head():
+    """A Ray head with a job server, in a folder and on ports of its own: (environment, ports)."""
+    folder = tempfile.mkdtemp(prefix="dmuon-head-", dir="/tmp")
+    ports = {"gcs": _free_port(), "jobs": _free_port()}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+    command = [
+        *(RAY, "start", "--head", "--block", "--num-cpus=4", "--node-ip-address=127.0.0.1"),
+        *(f"--port={ports['gcs']}", f"--dashboard-port={ports['jobs']}"),
+        *(f"--temp-dir={folder}", "--object-store-memory=150000000"),
+        "--dashboard-agent-listen-port=0",
+    ]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['jobs']}"
+    try:
+        driver.wait_until(lambda: _listens(ports["jobs"]), process)
+        yield env, ports
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_ray_job_submit_does_what_dmuon_run_does(head, reference, text, tmp_path):
+    env, _ = head
+    undisturbed, _ = reference
+    run = driver.make_run(tmp_path, text)
+    command = [RAY, "job", "submit", "--working-dir", ".", "--", "python", "jobs/train.py", run.job]
+    done = subprocess.run(
+        command, cwd=driver.REPOSITORY, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.metrics() == undisturbed.metrics()
+    trained, expected = run.events("trained")[-1], undisturbed.events("trained")[-1]
+    assert trained["weights_sha256"] == expected["weights_sha256"]
+    assert "validation bits per byte" in done.stdout
+
+
+def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text, tmp_path):
+    _, ports = head
+    run = driver.make_run(tmp_path, text)
+    code, output = driver.run(
+        *("run", run.job, "--address", f"127.0.0.1:{ports['gcs']}"),
+        *("--set", "resources.cpus_per_worker=8"),
+        RAY_AUTH_MODE="disabled",
+    )
+    assert code == 1, output
+    assert "16 CPUs" in output
+    assert "Traceback" not in output
+    assert not run.events("training_started")
