@@ -14,6 +14,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class Drain:
                     break
         self._delivered.problem = problem
         self._delivered.is_complete = problem is None
-        self._files.save(self._delivered)
+        with suppress(OSError):  # a full disk: what is told twice is not doubled
+            self._files.save(self._delivered)
         return problem is None
 
     def _topics(self) -> Iterator[tuple[str, Callable[[], None]]]:

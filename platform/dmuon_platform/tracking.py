@@ -64,15 +64,19 @@ class Tracker:
     """
 
     def __init__(self, spec: JobSpec, facts: Mapping[str, Any]) -> None:
+        self._spec = spec
+        self._facts = facts
         self._files = TrackingFiles(spec.run_dir)
-        self._description = describe(spec, facts, self._files.run_key())
         self._drain: subprocess.Popen[bytes] | None = None
-        self._run_dir = spec.run_dir
+        self._is_finished = False
 
     def __enter__(self) -> Self:
-        self._files.describe(self._description)
-        self._files.want("RUNNING")
-        self._drain = _start_drain(self._run_dir, self._files)
+        try:
+            self._files.describe(describe(self._spec, self._facts, self._files.run_key()))
+            self._files.want("RUNNING")
+            self._drain = _start_drain(self._spec.run_dir, self._files)
+        except OSError as error:  # a full disk is no reason not to train
+            warnings.warn(f"nothing tells MLflow about this run: {error}", stacklevel=2)
         return self
 
     def __exit__(
@@ -81,8 +85,8 @@ class Tracker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._drain is None:
-            return  # finished already
+        if self._is_finished:
+            return
         stopped = error is None or isinstance(error, (GracefulStop, KeyboardInterrupt))
         self.finish("KILLED" if stopped else "FAILED")
 
@@ -95,11 +99,18 @@ class Tracker:
         """
         if status not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
-        self._files.want(status, int(time.time() * 1000))
+        self._is_finished = True
         drain, self._drain = self._drain, None
-        if drain is None or not _finish_drain(drain, timeout_s):
-            _drain_once(self._run_dir, self._files, timeout_s)  # it died: another does the rest
-        return delivery(self._run_dir)
+        try:
+            self._files.want(status, int(time.time() * 1000))
+        except OSError as error:
+            warnings.warn(f"MLflow will not show how this run ended: {error}", stacklevel=2)
+        try:
+            if drain is None or not _finish_drain(drain, timeout_s):
+                _drain_once(self._spec.run_dir, self._files, timeout_s)  # it died: another does it
+        except OSError as error:
+            warnings.warn(f"MLflow was not told everything: {error}", stacklevel=2)
+        return delivery(self._spec.run_dir)
 
 
 def deliver_pending(spec: JobSpec, timeout_s: float = FINISH_S) -> Delivery:
@@ -184,29 +195,23 @@ def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + key, value if isinstance(value, str) else json.dumps(value)
 
 
-def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes] | None:
+def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]:
     source = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    try:
-        with files.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "dmuon_platform.drain", str(run_dir.resolve())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                cwd=files.folder,  # MLflow may leave files where it runs
-                env={**os.environ, **DRAIN_ENVIRONMENT, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the driver, which then finishes it
-            )
-    except OSError as error:
-        warnings.warn(f"nothing tells MLflow about this run: {error}", stacklevel=3)
-        return None
+    with files.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dmuon_platform.drain", str(run_dir.resolve())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=files.folder,  # MLflow may leave files where it runs
+            env={**os.environ, **DRAIN_ENVIRONMENT, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the driver, which then finishes it
+        )
 
 
 def _drain_once(run_dir: Path, files: TrackingFiles, timeout_s: float) -> None:
-    drain = _start_drain(run_dir, files)
-    if drain is not None:
-        _finish_drain(drain, timeout_s)
+    _finish_drain(_start_drain(run_dir, files), timeout_s)
 
 
 def _finish_drain(drain: subprocess.Popen[bytes], timeout_s: float) -> bool:

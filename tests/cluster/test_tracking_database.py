@@ -52,6 +52,7 @@ def finish_training(spec, seed: int = 0):
 @pytest.fixture
 def client_of(monkeypatch):
     """Clients that leave nothing of MLflow's global state behind."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # drains in this process set it
     before = mlflow.get_tracking_uri()
     yield lambda spec: mlflow.MlflowClient(f"sqlite:///{spec.run_dir.parent}/mlflow.db")
     mlflow.set_tracking_uri(before)

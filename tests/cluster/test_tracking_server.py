@@ -12,6 +12,7 @@ import mlflow
 import psutil
 import pytest
 from dmuon_platform.events import Journal
+from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.tracking import Tracker, deliver_pending
 from dmuon_platform.tracking_files import TrackingFiles
 from mlflow_runs import Server, drain_of, job, start_attempt, train
@@ -34,6 +35,7 @@ def nothing_stays(tmp_path, monkeypatch):
     home.mkdir()
     here.mkdir()
     monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # drains in this process set it
     monkeypatch.chdir(here)
     yield
     drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
@@ -130,7 +132,8 @@ def test_a_drain_killed_between_delivery_and_offset_doubles_nothing(server, tmp_
     assert drain.deliver()
     files = TrackingFiles(spec.run_dir)
     delivered = files.delivered()
-    delivered.offsets = {"metrics.jsonl": 100}  # delivered further, and never written down
+    _, third = MetricsSpool(spec.run_dir).read_from(0, max_records=3)
+    delivered.offsets = {"metrics.jsonl": third}  # it was told more, and that not written down
     files.save(delivered)
     train(spec, 21, 30)
     assert drain_of(spec).deliver()
