@@ -1,5 +1,6 @@
 """Checks and copies that all ranks make together, so that an error is an error everywhere."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -32,18 +33,27 @@ class Courier:
 
     When every rank holds the dict nothing travels. When only the first rank does, and the others
     hold an empty one, each tensor is broadcast in turn; no rank then holds more than one extra.
+
+    Attributes:
+        described: kind, shape and dtype of every value, by name.
+        problems: what keeps the ranks from loading the same, for ``raise_together``.
     """
 
     def __init__(self, dedication: Dedication, values: dict[str, Any]) -> None:
-        held = gather_objects(dedication, bool(values))
         self._dedication = dedication
         self._values = values
-        self.is_needed = held[0] and not any(held[1:]) and len(held) > 1
+        self.problems: list[str] = []
+        self.described: dict[str, Any] = {k: _describe(v) for k, v in values.items()}
+        mine = hashlib.sha256(repr(sorted(self.described.items())).encode()).hexdigest()
+        held = gather_objects(dedication, mine if values else "")
+        self.is_needed = bool(held[0]) and len(held) > 1 and not any(held[1:])
         if self.is_needed:
-            shapes = {k: _describe(v) for k, v in values.items()}
-            self.described: dict[str, Any] = gather_objects(dedication, shapes)[0]
-        else:
-            self.described = {k: _describe(v) for k, v in values.items()}
+            self.described = gather_objects(dedication, self.described)[0]
+        elif different := [rank for rank, digest in enumerate(held) if digest != held[0]]:
+            self.problems.append(
+                f"ranks {different} of the mesh hold other names or shapes than rank 0; pass the "
+                "same dict on every rank, or the whole one on rank 0 and {} on all others"
+            )
 
     def fetch(self, name: str) -> Any:
         """The value called ``name``. Collective over the mesh when only one rank holds it."""

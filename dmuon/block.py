@@ -84,7 +84,7 @@ class Block:
         return not self.waiting_for
 
     def reset_arrivals(self) -> None:
-        """Forget this backward."""
+        """Await the gradients of all that is trainable now; done between backwards."""
         self.waiting_for = self._trainable()
         self.in_backward = False
 

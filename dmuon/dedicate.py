@@ -57,35 +57,66 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         SetupError: on every rank, for a wrong mesh, order of calls or choice of parameters, or
             when ranks disagree about the model.
     """
-    _check_order(model)
+    _check_arguments(model, predicate, mp_policy, hook_boundary_predicate)
     meshes.check_mesh(mesh, replicate_mesh)
-    params = select(model, predicate)
     owner_map = meshes.make_owner_map(mesh, replicate_mesh, timeout or meshes.default_timeout(mesh))
     dedication = Dedication(
         model=model,
         plan=Plan((), (), owner_map.num_owners),
         owner_map=owner_map,
-        params=params,
+        params=[],
         device=meshes.device_of(mesh),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward=bool(reshard_after_forward),
         hook_boundary=hook_boundary_predicate,
     )
-    matrices = [Matrix(p.name, tuple(p.shape), dedication.block_of(p)) for p in params]
-    dedication.plan = make_plan(matrices, owner_map.num_owners)
-    _check_agreement(dedication)
-    for param in params:
+    problem: Exception | None = None
+    try:
+        _choose(dedication, predicate)
+    except Exception as error:  # a predicate of the user may raise anything
+        problem = error
+    _check_agreement(dedication, problem)
+    for param in dedication.params:
         param.owner = dedication.plan.owner_of(param.name)
         _keep_or_drop(param, owner_map, dedication.device)
     _install(dedication)
     return dedication.plan
 
 
-def _check_order(model: nn.Module) -> None:
+def _check_arguments(
+    model: nn.Module, predicate: object, mp_policy: object, boundary: object
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise SetupError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not callable(predicate) or not (boundary is None or callable(boundary)):
+        raise SetupError("predicate and hook_boundary_predicate are functions of (name, object)")
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise SetupError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}"
+        )
+    param_dtype = None if mp_policy is None else mp_policy.param_dtype
+    if param_dtype is not None and not param_dtype.is_floating_point:
+        raise SetupError(f"mp_policy.param_dtype must be a floating-point dtype, got {param_dtype}")
     if not dist.is_initialized():
         raise SetupError("there is no process group; call init_process_group or use torchrun first")
+
+
+def _choose(dedication: Dedication, predicate: Predicate) -> None:
+    """Local: what is dedicated, and to whom."""
+    model = dedication.model
+    _check_order(model)
+    dedication.params = select(model, predicate)
+    blocks = [dedication.block_of(param) for param in dedication.params]
+    matrices = [
+        Matrix(param.name, tuple(param.shape), block)
+        for param, block in zip(dedication.params, blocks, strict=True)
+    ]
+    dedication.plan = make_plan(matrices, dedication.owner_map.num_owners)
+
+
+def _check_order(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if dedications.find(module) is not None:
+        if dedications.find(module) is not None or dedications.is_taken(module):
             raise SetupError(
                 f"{name or 'this model'} has dedicated parameters already; call dedicate_params "
                 "once, on the outermost module"
@@ -97,13 +128,23 @@ def _check_order(model: nn.Module) -> None:
             )
 
 
-def _check_agreement(dedication: Dedication) -> None:
-    """Collective over the mesh: every rank must hold the same plan and settings."""
+def _check_agreement(dedication: Dedication, problem: Exception | None) -> None:
+    """Collective over the mesh: no rank may have a problem, all must hold the same plan."""
+    group = dedication.owner_map.everyone
+    problems: list[str | None] = [None] * dedication.owner_map.num_owners
+    mine_failed = None if problem is None else f"{type(problem).__name__}: {problem}"
+    dist.all_gather_object(problems, mine_failed, group=group)
+    if problem is not None:
+        raise problem
+    failed = {rank: text for rank, text in enumerate(problems) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise SetupError(f"rank {rank} of the mesh failed, so nothing was dedicated: {text}")
     dtypes = [str(param.dtype) for param in dedication.params]
     policy = (str(dedication.mp_policy), dedication.reshard_after_forward)
     mine = (dedication.plan.digest(), dtypes, policy)
     digests: list[Any] = [None] * dedication.owner_map.num_owners
-    dist.all_gather_object(digests, mine, group=dedication.owner_map.everyone)
+    dist.all_gather_object(digests, mine, group=group)
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise SetupError(
@@ -132,12 +173,16 @@ def _install(dedication: Dedication) -> None:
         wrapping.hide(module, names)
         module.register_state_dict_pre_hook(dedication.guard)
         module.register_load_state_dict_pre_hook(dedication.guard)
+    for module in {dedication.model, *attributes}:  # found on the instance by copy and pickle
+        module.__dict__["__deepcopy__"] = dedication.refuse_copy
+        module.__dict__["__reduce_ex__"] = dedication.refuse_copy
     dedications.attach(dedication)
     plain_zero_grad: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
         plain_zero_grad(set_to_none)
-        dedication.engine.zero_grad()
+        if dedication.has_started:
+            dedication.engine.zero_grad()
 
     model.__dict__["zero_grad"] = zero_grad
     model.register_forward_pre_hook(lambda *_: dedication.ensure_started(), prepend=True)

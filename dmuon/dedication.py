@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dmuon import wrapping
+from dmuon import torch_internals, wrapping
 from dmuon.block import Block
 from dmuon.engine import Engine
 from dmuon.errors import OwnershipError, SetupError
@@ -21,6 +22,7 @@ from dmuon.partition import Plan
 from dmuon.reduction import choose_reduction
 
 _ATTRIBUTE = "_dmuon_dedication"
+_OWNS = "_dmuon_owns"
 
 Boundary = Callable[[str, nn.Module], bool]
 
@@ -40,6 +42,7 @@ class Dedication:
     unfilled: set[str] = field(default_factory=set)
     _engine: Engine | None = None
     _guards_are_off: bool = False
+    _has_run_normally: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -51,16 +54,48 @@ class Dedication:
             self._engine = self._start()
         return self._engine
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the blocks are formed; before that there are no gradients."""
+        return self._engine is not None
+
     def ensure_started(self) -> None:
         """Form the blocks if nobody has asked for the engine yet. Collective the first time.
 
         Called from the root's own pre-forward hook: hooks that the root gets now run from the
         next call on, so its block, when it has one, is served here.
+
+        Raises:
+            OwnershipError: when ``fully_shard`` would make its buffers in inference mode.
         """
+        self._has_run_normally |= not torch.is_inference_mode_enabled()
+        if not self._has_run_normally and self._has_fsdp():
+            raise OwnershipError(
+                "the first forward under torch.inference_mode() would leave buffers in "
+                "fully_shard that training cannot use; evaluate under torch.no_grad()"
+            )
         if self._engine is None:
-            for index, block in enumerate(self.engine.blocks):
-                if block.module is self.model:
-                    self.engine.pre_forward(index)
+            with torch_internals.outside_inference_mode():
+                self._serve_root()
+
+    def check_not_sharded(self) -> None:
+        """Refuse a model whose matrices were taken by a ``fully_shard`` that came too late.
+
+        Raises:
+            SetupError: naming one of them.
+        """
+        for param in self.params:
+            if isinstance(param.param, DTensor):
+                raise SetupError(
+                    f"{param.name} was sharded by fully_shard although it has an owner; call "
+                    "fully_shard right after dedicate_params, before the model is used, or give it "
+                    "ignored_params=set(dmuon.get_dedicated_params(model).values())"
+                )
+
+    def _serve_root(self) -> None:
+        for index, block in enumerate(self.engine.blocks):
+            if block.module is self.model:
+                self.engine.pre_forward(index)
 
     def settle(self) -> None:
         """Put every weight into its resting place, so that it may be read or changed. Local.
@@ -72,6 +107,9 @@ class Dedication:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _has_fsdp(self) -> bool:
+        return any(isinstance(module, FSDPModule) for module in self.model.modules())
 
     @contextmanager
     def guards_off(self) -> Iterator[None]:
@@ -91,13 +129,20 @@ class Dedication:
                 "dmuon.set_model_state_dict(model, state_dict) on every rank"
             )
 
+    def refuse_copy(self, *_: object) -> NoReturn:
+        """Refuse deepcopy, pickle and ``torch.save``: a copy would hold placeholders.
+
+        Raises:
+            OwnershipError: always; it names the way out.
+        """
+        raise OwnershipError(
+            "a model with dedicated parameters cannot be copied, pickled or saved as an object; "
+            "use dmuon.get_model_state_dict(model), and load it into a model that is built anew"
+        )
+
     def _start(self) -> Engine:
+        self.check_not_sharded()
         for param in self.params:
-            if isinstance(param.param, DTensor):
-                raise SetupError(
-                    f"{param.name} was sharded by fully_shard although it has an owner; give "
-                    "fully_shard ignored_params=set(dmuon.get_dedicated_params(model).values())"
-                )
             for module, _ in param.sites:
                 wrapping.reveal(module)
         blocks = self._make_blocks()
@@ -107,7 +152,14 @@ class Dedication:
         start = choose_reduction(self.owner_map.everyone)
         ledger = GradientLedger(self.owner_map.num_owners, num_stages, start)
         reduce_dtype = self.mp_policy.reduce_dtype
-        engine = Engine(blocks, ledger, start, reduce_dtype, self.reshard_after_forward)
+        engine = Engine(
+            blocks,
+            ledger,
+            start,
+            reduce_dtype,
+            self.reshard_after_forward,
+            can_recover=lambda: not self._has_fsdp(),
+        )
         engine.publish(wait=True)  # replicas start equal
         return engine
 
@@ -155,8 +207,16 @@ class Dedication:
 
 
 def attach(dedication: Dedication) -> None:
-    """Make ``of(model)`` find ``dedication``."""
+    """Make ``of(model)`` find ``dedication``, and its parameters known as taken."""
     dedication.model.__dict__[_ATTRIBUTE] = dedication
+    for param in dedication.params:
+        for module, _ in param.sites:
+            module.__dict__[_OWNS] = True
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Whether some parameter of ``module`` itself is dedicated already."""
+    return _OWNS in module.__dict__
 
 
 def of(model: nn.Module) -> Dedication:

@@ -53,8 +53,10 @@ def clip_grad_norm_(
         dedication = model_or_optimizer.dedication
     else:
         dedication = dedications.of(model_or_optimizer)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
     engine = dedication.engine
-    engine.ledger.settle(engine.counters)
+    engine.settle_gradients()
     owned, symmetric = engine.ledger.grads(), _symmetric_grads(dedication)
     total = _squares(owned, dedication.device)
     total += _squares(symmetric, dedication.device) / dedication.owner_map.num_replicas

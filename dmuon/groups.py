@@ -1,5 +1,6 @@
 """Parameter groups of ``dmuon.Muon``: checked settings, equal on every rank."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ _ADAMW_SWITCHES = {
 
 @dataclass(frozen=True)
 class Named:
-    """The trainable parameters of a model by name, dedicated and symmetric."""
+    """The parameters of a model by name, dedicated and symmetric; frozen ones may thaw later."""
 
     dedicated: dict[str, nn.Parameter]
     symmetric: dict[str, nn.Parameter]
@@ -55,6 +56,8 @@ def make_groups(
     groups: list[Group] = []
     for index, override in enumerate(overrides or ()):
         where = f"param_groups[{index}]"
+        if not isinstance(override, Mapping):
+            raise SetupError(f"{where} must be a dictionary, got {type(override).__name__}")
         unknown = sorted(set(override) - {"params", *MUON_KEYS, *ADAMW_KEYS})
         if unknown or "params" not in override:
             raise SetupError(
@@ -70,16 +73,23 @@ def make_groups(
 
 
 def _names_of(
-    params: Iterable[nn.Parameter | str], named: Named, left: Mapping[str, Any], where: str
+    params: Iterable[Any],
+    named: Named,
+    left: Mapping[str, Any],
+    where: str,
 ) -> list[str]:
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    if isinstance(params, set | frozenset | str) or not isinstance(params, Iterable):
+        raise SetupError(f"{where}: params must be a list, whose order is the same on all ranks")
     by_param = {param: name for name, param in named.all.items()}
     names = []
     for param in params:
         name = param if isinstance(param, str) else by_param.get(param)
         if name is None or name not in named.all:
+            shown = tuple(param.shape) if isinstance(param, torch.Tensor) else param
             raise SetupError(
-                f"{where} has a parameter that is not a trainable one of this model "
-                f"({param if isinstance(param, str) else tuple(param.shape)}); take them from "
+                f"{where} has a parameter that is not one of this model ({shown}); take them from "
                 "model.named_parameters() after fully_shard"
             )
         if name not in left or name in names:
@@ -91,7 +101,12 @@ def _names_of(
 def _split(
     names: Sequence[str], named: Named, settings: Mapping[str, Any], where: str
 ) -> list[Group]:
-    _check(settings, where)
+    try:
+        _check(settings, where)
+    except SetupError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{where}: a setting is of the wrong type: {error}") from error
     muon = [name for name in names if name in named.dedicated]
     adamw = [name for name in names if name in named.symmetric]
     groups: list[Group] = []
@@ -109,7 +124,7 @@ def _split(
 
 def _check(settings: Mapping[str, Any], where: str) -> None:
     for key in ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "adamw_eps"):
-        if not float(settings[key]) >= 0:
+        if not 0 <= float(settings[key]) < math.inf:
             raise SetupError(f"{where}: {key} must be at least 0, got {settings[key]!r}")
     if not 0 <= settings["momentum"] < 1:
         raise SetupError(f"{where}: momentum must be in [0, 1), got {settings['momentum']!r}")

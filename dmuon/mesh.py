@@ -39,9 +39,7 @@ def check_mesh(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None) -> None:
             )
     elif mesh.ndim != 1:
         raise SetupError(f"mesh must have 1 or 2 axes, got {mesh.ndim}; {_WAY_OUT}")
-    flat = mesh.mesh.flatten().tolist()
-    if flat != sorted(flat):
-        raise SetupError(f"the ranks of the mesh must be in ascending order, got {flat}")
+    _check_ascending(mesh)
 
 
 def make_owner_map(
@@ -79,12 +77,23 @@ def default_timeout(mesh: DeviceMesh) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def _check_ascending(mesh: DeviceMesh) -> None:
+    flat = mesh.mesh.flatten().tolist()
+    if flat != sorted(flat):
+        raise SetupError(f"the ranks of the mesh must be in ascending order, got {flat}")
+
+
 def _check_apart(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> None:
+    if not isinstance(replicate_mesh, DeviceMesh):
+        raise SetupError(
+            f"replicate_mesh must be a DeviceMesh, got {type(replicate_mesh).__name__}; {_WAY_OUT}"
+        )
     if mesh.ndim != 1 or replicate_mesh.ndim != 1:
         raise SetupError(
             f"with replicate_mesh both meshes must have one axis, got {mesh.ndim} and "
             f"{replicate_mesh.ndim}; or pass one 2D mesh"
         )
+    _check_ascending(replicate_mesh)
     common = set(mesh.mesh.tolist()) & set(replicate_mesh.mesh.tolist())
     if common != {dist.get_rank()}:
         raise SetupError(

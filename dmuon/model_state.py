@@ -1,5 +1,6 @@
 """Model state dicts: flat, whole tensors, names of the original model."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,8 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dmuon import dedication as dedications
 from dmuon.agreement import Courier, raise_together
 from dmuon.dedication import Dedication
+from dmuon.errors import OwnershipError
 from dmuon.names import original_name
 from dmuon.parcel import Parcel
+
+_EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state of a module returns
 
 
 class IncompatibleKeys(NamedTuple):
@@ -43,10 +47,12 @@ def get_model_state_dict(
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
+    walk = _walk(dedication)
+    _check_names(dedication, {name for name, _ in walk})
     whole = _whole_matrices(dedication, keep, device)
-    for name, value in _walk(dedication):
-        if name in whole:
-            state[name] = whole[name]
+    for name, value in walk:
+        if name in _dedicated_names(dedication):
+            state.update({name: whole[name]} if keep else {})
             continue
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
@@ -73,13 +79,20 @@ def set_model_state_dict(
         StateDictError: the same on every rank, listing every name that does not fit.
     """
     dedication = dedications.of(model)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must map names to tensors, got {type(state_dict).__name__}")
     dedication.settle()
     courier = Courier(dedication, dict(state_dict))
     targets = dict(_walk(dedication))
     report = _check(dedication, targets, courier, strict)
+    dedicated = _dedicated_names(dedication)
     for name, target in targets.items():
-        if name in courier.described and name not in _dedicated_names(dedication):
-            _load_symmetric(target, courier.fetch(name))
+        if name in courier.described and name not in dedicated:
+            value = courier.fetch(name)
+            if name.rpartition(".")[2] == _EXTRA_STATE:
+                _module_of(dedication, name).set_extra_state(value)
+            else:
+                _load_symmetric(target, value)
     for block in dedication.engine.blocks:
         for parcel in block.parcels:
             _load_parcel(parcel, courier)
@@ -93,6 +106,22 @@ def _walk(dedication: Dedication) -> list[tuple[str, Any]]:
     with dedication.guards_off():
         state = dedication.model.state_dict(keep_vars=True)
     return [(original_name(name), value) for name, value in state.items()]
+
+
+def _check_names(dedication: Dedication, names: set[str]) -> None:
+    """Refuse state-dict hooks that rename or replace what lives on owners; equal on all ranks."""
+    hidden = sorted(_dedicated_names(dedication) - names)
+    if hidden:
+        raise OwnershipError(
+            f"a state_dict hook of this model renames or drops {hidden[0]} and {len(hidden) - 1} "
+            "more; such hooks would see placeholders, so remove them before dedicate_params"
+        )
+
+
+def _module_of(dedication: Dedication, name: str) -> nn.Module:
+    path = name.rpartition(".")[0]
+    modules = {original_name(path): module for path, module in dedication.model.named_modules()}
+    return modules[path]
 
 
 def _dedicated_names(dedication: Dedication) -> set[str]:
@@ -116,7 +145,7 @@ def _whole_matrices(
 
 def _copy(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy.deepcopy(value)
     return value.detach().to(device=device, dtype=dtype or value.dtype, copy=True).contiguous()
 
 
@@ -125,11 +154,13 @@ def _check(
 ) -> IncompatibleKeys:
     missing = [name for name in targets if name not in courier.described]
     unexpected = [name for name in courier.described if name not in targets]
-    problems: list[str] = []
+    problems = list(courier.problems)
     if strict:
         problems += [f"{name}: missing" for name in missing]
         problems += [f"{name}: not in this model" for name in unexpected]
     for name, target in targets.items():
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            continue
         kind, shape, _ = courier.described.get(name, ("absent", None, None))
         if kind == "tensor" and isinstance(target, torch.Tensor) and shape != target.shape:
             problems.append(f"{name}: has shape {list(shape or ())}, needs {list(target.shape)}")

@@ -57,8 +57,8 @@ def newton_schulz(
     Raises:
         ValueError: for fewer than two dimensions, no steps, or malformed coefficients.
     """
-    if matrix.ndim < 2:
-        raise ValueError(f"newton_schulz needs a matrix (..., M, N), got {tuple(matrix.shape)}")
+    if not isinstance(matrix, torch.Tensor) or matrix.ndim < 2 or 0 in matrix.shape[-2:]:
+        raise ValueError(f"newton_schulz needs a matrix (..., M, N), got {_shape_of(matrix)}")
     schedule = coefficient_schedule(coefficients, steps)
     X = matrix.to(dtype or default_dtype(matrix.device))
     is_tall = X.size(-2) > X.size(-1)
@@ -71,6 +71,10 @@ def newton_schulz(
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
     return (X.mT if is_tall else X).reshape(matrix.shape)
+
+
+def _shape_of(value: object) -> object:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -90,6 +94,10 @@ def coefficient_schedule(coefficients: Coefficients, steps: int) -> list[Triple]
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"ns_steps must be a whole number of at least 1, got {steps!r}")
+    if not isinstance(coefficients, Sequence):
+        raise ValueError(
+            f"ns_coefficients must be one (a, b, c), or one a step; got {coefficients!r}"
+        )
     is_single = len(coefficients) == 3 and all(isinstance(c, int | float) for c in coefficients)
     triples = [coefficients] if is_single else list(coefficients)
     checked: list[Triple] = []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -89,11 +90,15 @@ class Muon(torch.optim.Optimizer):
                 f"(got {type(model).__name__}): Muon(model)"
             )
         self.dedication = dedications.of(model)
+        self.dedication.check_not_sharded()
         self.replicate_async = replicate_async
         self.num_steps = 0
         engine = self.dedication.engine
         groups = make_groups(_named_parameters(model, self.dedication), settings, param_groups)
+        self._is_open = True
         super().__init__(groups, {})
+        self._is_open = False
+        self.defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self._adamw = self._make_adamw()
         self._parcels: list[Parcel] = [p for block in engine.blocks for p in block.parcels]
 
@@ -110,7 +115,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         engine = self.dedication.engine
         self.dedication.settle()
-        engine.ledger.settle(engine.counters)
+        engine.settle_gradients()
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
         if self._adamw is not None:
@@ -123,6 +128,37 @@ class Muon(torch.optim.Optimizer):
         """Forget all gradients, local, reduced and still on their way."""
         self.dedication.engine.zero_grad()
         super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: groups must be equal on all ranks and are checked once.
+
+        Raises:
+            OwnershipError: always; it names the way out.
+        """
+        if not self._is_open:
+            raise OwnershipError(
+                "groups cannot be added later; pass param_groups to dmuon.Muon(model, ...)"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> NoReturn:
+        """Refused: a copied or pickled optimizer would have lost its owners.
+
+        Raises:
+            OwnershipError: always; it names the function to call.
+        """
+        raise OwnershipError(
+            "this optimizer cannot be copied or pickled; call "
+            "dmuon.get_optimizer_state_dict(model, optimizer) on every rank"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Asked by ``GradScaler.step``, which cannot see the gradients of the owners."""
+        raise OwnershipError(
+            "torch.amp.GradScaler cannot unscale gradients that live on owners; use bfloat16, "
+            "which needs no scaling"
+        )
 
     def state_dict(self) -> NoReturn:
         """Refused: each rank would save its own share under numbers that mean nothing elsewhere.
@@ -188,15 +224,30 @@ def _named_parameters(model: nn.Module, dedication: Dedication) -> Named:
             "dmuon.set_model_state_dict(model, state_dict), before Muon(model)"
         )
     owned = {param.param: param.name for param in dedication.params}
-    dedicated = {name: param for param, name in owned.items() if param.requires_grad}
+    dedicated = {name: param for param, name in owned.items()}
     symmetric: dict[str, nn.Parameter] = {}
     for name, param in model.named_parameters():
-        if param in owned or not param.requires_grad:
+        if param in owned or not param.is_floating_point():
             continue
         if not isinstance(param, DTensor) and dedication.owner_map.num_owners > 1:
+            if not param.requires_grad:
+                continue
             raise SetupError(
                 f"{name} is neither dedicated nor sharded, so its gradients would never be "
                 "averaged over the ranks; call fully_shard(model, mesh=mesh) before Muon(model)"
             )
+        _check_mesh_of(name, param, dedication)
         symmetric[original_name(name)] = param
     return Named(dedicated, symmetric)
+
+
+def _check_mesh_of(name: str, param: nn.Parameter, dedication: Dedication) -> None:
+    if not isinstance(param, DTensor):
+        return
+    ranks = sorted(param.device_mesh.mesh.flatten().tolist())
+    ours = dist.get_process_group_ranks(dedication.owner_map.everyone)
+    if ranks != sorted(ours):
+        raise SetupError(
+            f"fully_shard keeps {name} on ranks {ranks}, dedicate_params was given {sorted(ours)}; "
+            "their gradients must be averaged over the same ranks, so give both the same mesh"
+        )

@@ -162,8 +162,14 @@ def _live_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
+    sections = (*_SYMMETRIC_SECTIONS, "dedicated")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
     for section, content in state_dict.items():
-        if section in (*_SYMMETRIC_SECTIONS, "dedicated"):
+        if section in sections and not _is_nested(content):
+            raise TypeError(f"state_dict[{section!r}] must be {{name: {{key: tensor}}}}")
+        if section in sections:
+            flat[section] = True
             kind = "dedicated" if section == "dedicated" else "fsdp2"
             for name, entries in content.items():
                 for key, value in entries.items():
@@ -173,18 +179,21 @@ def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _is_nested(content: object) -> bool:
+    if not isinstance(content, Mapping):
+        return False
+    return all(isinstance(entries, Mapping) for entries in content.values())
+
+
 def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
     shapes = {f"fsdp2/{n}": p.shape for n, p in _symmetric_params(optimizer).items()}
     shapes |= {f"dedicated/{p.name}": p.shape for p in dedication.params}
-    problems: list[str] = []
+    problems = list(courier.problems)
+    if not {*_SYMMETRIC_SECTIONS, "dedicated"} & set(courier.described):
+        problems.append("no section 'dedicated' or 'fsdp2': this is no optimizer state dict")
     for path, (_, shape, _) in courier.described.items():
-        if "/" not in path:
-            continue
-        owner, _, key = path.rpartition("/")
-        if owner not in shapes:
-            problems.append(f"{path}: no such parameter in this optimizer")
-        elif key in (*_MOMENTS, *_PARTS) and shape != shapes[owner]:
-            problems.append(f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}")
+        if "/" in path:
+            problems += _check_value(path, shape, shapes)
     for name in _symmetric_params(optimizer):
         keys = [key for key in (*_MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
         if 0 < len(keys) < 3:
@@ -193,10 +202,26 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
     raise_together(dedication, "the optimizer state dict", problems)
 
 
+def _check_value(
+    path: str, shape: torch.Size | None, shapes: Mapping[str, torch.Size]
+) -> list[str]:
+    owner, _, key = path.rpartition("/")
+    if owner not in shapes:
+        return [f"{path}: no such parameter in this optimizer"]
+    if key not in (*_MOMENTS, *_PARTS, "step"):
+        return [f"{path}: no such state in this optimizer"]
+    if key != "step" and shape != shapes[owner]:
+        return [f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}"]
+    return []
+
+
 def _check_groups(optimizer: Muon, courier: Courier) -> list[str]:
     if "param_groups" not in courier.described:
         return []
-    saved = [list(group.get("names", [])) for group in courier.fetch("param_groups")]
+    groups = courier.fetch("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return ["param_groups: must be a list of dictionaries"]
+    saved = [list(group.get("names", [])) for group in groups]
     if saved != [list(group["names"]) for group in optimizer.param_groups]:
         return ["param_groups: other parameters or another order than in this optimizer"]
     return []

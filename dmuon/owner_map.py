@@ -75,7 +75,7 @@ class OwnerMap(Protocol):
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks of the mesh in the order of their owner numbers, for checks and dicts."""
+        """All ranks of the mesh in ascending order, owner 0 first, for checks and dicts."""
 
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""
@@ -121,6 +121,7 @@ class GridOwners:
         self._row = next(i for i, row in enumerate(rows) if me in row)
         self._column = next(i for i, column in enumerate(columns) if me in column)
         self._num_columns = len(columns)
+        self.rank = self._row * self._num_columns + self._column
         self._unshard = _own_group(rows[self._row], timeout)
         self._reduce_row = _own_group(rows[self._row], timeout)
         self._reduce_column = _own_group(columns[self._column], timeout)
@@ -128,7 +129,6 @@ class GridOwners:
         self.everyone = _own_group(ranks_RS.flatten().tolist(), timeout)
         self.num_owners = ranks_RS.numel()
         self.num_replicas = len(rows)
-        self.rank = self.everyone.rank()
 
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""

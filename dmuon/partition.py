@@ -128,6 +128,8 @@ def make_plan(matrices: Sequence[Matrix], num_owners: int) -> Plan:
     Newton-Schulz work and of the bytes; between equals the owner with the fewest bytes of the
     same block, so that one block's broadcasts come from different ranks.
     """
+    if num_owners < 1:
+        raise ValueError(f"num_owners must be at least 1, got {num_owners}")
     total_cost = sum(matrix.cost for matrix in matrices) or 1
     total_numel = sum(matrix.numel for matrix in matrices) or 1
     cost, numel = [0] * num_owners, [0] * num_owners

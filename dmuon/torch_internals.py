@@ -1,6 +1,7 @@
 """The private corners of torch this package stands on, all in one file (torch 2.11 to 2.13)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -17,6 +18,24 @@ def in_backward() -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` once when the running backward is over; callable from its hooks only."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def hook_leaf(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` once a backward when ``leaf`` has its gradient, also if it is frozen now."""
+    requires_grad = leaf.requires_grad
+    leaf.requires_grad_(True)
+    leaf.register_post_accumulate_grad_hook(hook)
+    leaf.requires_grad_(requires_grad)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make ordinary tensors, which training can use later, also under ``inference_mode``."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def not_compiled(hook: Callable[P, R]) -> Callable[P, R]:
