@@ -144,7 +144,8 @@ def _choose_authentication() -> None:
 def _source_environment() -> dict[str, Any]:
     """What workers on other machines need to import us when we run from a source folder."""
     folders = [_folder_of(name) for name in ("dmuon", "dmuon_platform")]
-    return {"py_modules": [str(f) for f in folders if not BROUGHT & set(f.parts)]}
+    modules = [str(folder) for folder in folders if not BROUGHT & set(folder.parts)]
+    return {"py_modules": modules} if modules else {}  # an empty list would clash with a job's own
 
 
 def _folder_of(package: str) -> Path:
