@@ -81,7 +81,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _read_events(self) -> None:
         events = self._journal.read()

@@ -111,7 +111,7 @@ def cause_of(error: BaseException) -> Cause:
     guilty = workers[rank]
     if _is_death(guilty):
         text = f"The worker process of rank {rank} died (killed, out of memory, or its machine)."
-        return Cause(text, _one_line(guilty), died=True)
+        return Cause(text, str(getattr(guilty, "health_check_failure", guilty)), died=True)
     return Cause(f"Rank {rank}: {_one_line(guilty)}", str(error), final=_final(guilty))
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import driver
 
@@ -29,6 +30,8 @@ def head():
     ports = {"gcs": _free_port(), "jobs": _free_port()}
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+    # The job's command says `python`: it must be the one of this environment.
+    env["PATH"] = os.pathsep.join([str(RAY.parent), env.get("PATH", "")])
     command = [
         *(RAY, "start", "--head", "--block", "--num-cpus=4", "--node-ip-address=127.0.0.1"),
         *(f"--port={ports['gcs']}", f"--dashboard-port={ports['jobs']}"),
@@ -43,11 +46,13 @@ def head():
         driver.wait_until(lambda: _listens(ports["jobs"]), process)
         yield env, ports
     finally:
+        family = [psutil.Process(process.pid)]
+        family += family[0].children(recursive=True)
         process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        for one in alive:
+            one.kill()
+        process.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
 
