@@ -33,8 +33,8 @@ def _head(result: dict[str, Any], settings: Settings) -> Iterator[str]:
         f"{result['device']} ({result['backend']}, {result['cores']} cores)"
     )
     yield (
-        f"{settings.repeats} rounds, each {settings.steps} steps of either contender, in turns, in "
-        "one process group"
+        f"{settings.repeats} rounds, each {settings.steps} step(s) of either contender, in turns, "
+        "in one process group"
     )
     yield NOTE
 

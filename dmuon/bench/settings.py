@@ -27,8 +27,8 @@ class Settings:
     """
 
     ranks: tuple[int, ...] = (1, 2, 4)
-    steps: int = 2
-    repeats: int = 5
+    steps: int = 1
+    repeats: int = 7
     warmup: int = 1
     width: int = 256
     layers: int = 12
