@@ -49,7 +49,7 @@ def head():
         family = [psutil.Process(process.pid)]
         family += family[0].children(recursive=True)
         process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=8)
         for one in alive:
             one.kill()
         process.communicate()
