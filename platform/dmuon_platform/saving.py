@@ -14,6 +14,7 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 import dmuon
+from dmuon_platform.errors import Diverged
 from dmuon_platform.events import Journal
 from dmuon_platform.manifest import DamagedCheckpoint
 from dmuon_platform.model import hf_config
@@ -58,12 +59,14 @@ class Saving:
         """Commit a checkpoint of the state after ``step`` steps. Collective.
 
         Raises:
+            Diverged: A weight is not finite; on rank 0, which is then the cause of the end.
             PlatformError: Rank 0 could not write it; on all ranks.
         """
         model_sd = _on_first(dmuon.get_model_state_dict, training.model)
         optim_sd = _on_first(dmuon.get_optimizer_state_dict, training.model, training.optimizer)
 
         def write() -> Path:
+            check_finite(step, model_sd)
             extra = {"metrics": dict(metrics), "mesh": self._place.sizes, **self._facts}
             files = {CONFIG_FILE: self._config(training)}
             saved = self._store.save(step, model_sd, optim_sd, extra, files, attempt=self._attempt)
@@ -98,6 +101,21 @@ class Saving:
 
 def _on_first(get: Any, *of: Any) -> dict[str, Any]:
     return get(*of, cpu_offload=True, rank0_only=True)
+
+
+def check_finite(step: int, model_sd: Mapping[str, Tensor]) -> None:
+    """Refuse weights that no training can go on from.
+
+    Raises:
+        Diverged: With the name of the first one.
+    """
+    for name, tensor in model_sd.items():
+        if not torch.isfinite(tensor).all():
+            raise Diverged(
+                f"After step {step} the weight {name} is no longer finite, so no checkpoint was "
+                "made of it; the newest one is from before. Lower optimizer.lr or "
+                "optimizer.adamw_lr, or lengthen schedule.warmup_steps."
+            )
 
 
 def weights_digest(model_sd: Mapping[str, Tensor]) -> str:
