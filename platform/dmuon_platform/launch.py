@@ -51,6 +51,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
+    _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
     with cluster.connected(spec):
         info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)
