@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_platform.data.shards import Shard
+from dmuon_platform.durable_file import sync
 from dmuon_platform.errors import PlatformError
 
 INDEX = "index.json"
@@ -65,16 +66,7 @@ def write_index(folder: Path, info: DatasetInfo) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(folder / INDEX)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside the folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder)
 
 
 def read_index(folder: Path) -> DatasetInfo:

@@ -14,7 +14,6 @@ from dmuon_platform.data.info import (
     INDEX,
     DatasetInfo,
     read_index,
-    sync_folder,
 )
 from dmuon_platform.data.settings import DataSettings
 from dmuon_platform.data.shards import digest_file
@@ -23,6 +22,7 @@ from dmuon_platform.data.split import passage_bytes
 from dmuon_platform.data.tokenise import TokeniseTask, tokenise_files
 from dmuon_platform.data.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from dmuon_platform.data.writer import write_dataset
+from dmuon_platform.durable_file import sync
 from dmuon_platform.errors import PlatformError, SpecError
 
 _DIGITS = 16  # of the digest, in the folder's name
@@ -130,5 +130,5 @@ def _publish(building: Path, folder: Path, digest: str) -> DatasetInfo:
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
         building.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     return read_index(folder)
