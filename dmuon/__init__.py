@@ -2,8 +2,20 @@
 
 from dmuon.counters import Counters
 from dmuon.dedicate import dedicate_params
-from dmuon.errors import DMuonError, OwnershipError, SetupError, StateDictError
-from dmuon.gradients import clip_grad_norm_, no_sync, wait_all_replicate_broadcasts
+from dmuon.errors import (
+    CollectiveError,
+    DMuonError,
+    NonFiniteGradientError,
+    OwnershipError,
+    SetupError,
+    StateDictError,
+)
+from dmuon.gradients import (
+    clip_grad_norm_,
+    no_sync,
+    nonfinite_gradients,
+    wait_all_replicate_broadcasts,
+)
 from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
 from dmuon.model_state import get_model_state_dict, set_model_state_dict
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
@@ -16,10 +28,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
+    "CollectiveError",
     "Counters",
     "DMuonError",
     "Matrix",
     "Muon",
+    "NonFiniteGradientError",
     "OwnershipError",
     "Plan",
     "SetupError",
@@ -36,6 +50,7 @@ __all__ = [
     "make_plan",
     "newton_schulz",
     "no_sync",
+    "nonfinite_gradients",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "wait_all_replicate_broadcasts",

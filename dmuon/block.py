@@ -1,6 +1,6 @@
 """A block: the dedicated parameters of one module, made whole and freed together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum, auto
 
 import torch
@@ -26,6 +26,7 @@ class Block:
 
     Attributes:
         name: of the module, "" for the root.
+        shown: the name and its matrices, for messages.
         in_backward: backward has entered this block and not left it; forwards seen meanwhile are
             recomputations of activation checkpointing and must not free anything.
     """
@@ -35,25 +36,30 @@ class Block:
         self.module = module
         self.parcels = list(parcels)
         self.params: list[DedicatedParam] = [p for parcel in parcels for p in parcel.params]
+        self.shown = _shown(name, self.params)
         self.in_backward = False
         self.waiting_for = self._trainable()
         self._weights = Weights.RESHARDED
         self._version = -1
 
-    def start_unshard(self, version: int, counters: Counters) -> None:
+    def start_unshard(self, version: int, counters: Counters) -> bool:
         """Begin to make the weights of ``version`` whole on every rank.
 
         Collective over each row of the mesh; does nothing when they are there or on their way.
+
+        Returns:
+            Whether anything was begun.
         """
         if self._weights is not Weights.RESHARDED:
             if self._version == version:
-                return
+                return False
             self.reshard()
         with record_function(f"dmuon::unshard {self.name}"):
+            self.drain()
             for parcel in self.parcels:
-                parcel.drain()
                 parcel.start_unshard(counters)
         self._weights, self._version = Weights.ARRIVING, version
+        return True
 
     def finish_unshard(self) -> None:
         """Wait for the weights and show them; does nothing when they are shown."""
@@ -62,6 +68,23 @@ class Block:
                 for parcel in self.parcels:
                     parcel.finish_unshard()
             self._weights = Weights.UNSHARDED
+
+    def drain(self) -> None:
+        """Wait for the weights that are being published to this rank. Local."""
+        if any(parcel.is_publishing for parcel in self.parcels):
+            with record_function(f"dmuon::wait_publish {self.name}"):
+                for parcel in self.parcels:
+                    parcel.drain()
+
+    def publish(self, counters: Counters) -> None:
+        """Send the new weights of the owners to the other replicas; asynchronous.
+
+        Collective over the columns of a grid.
+        """
+        with record_function(f"dmuon::publish {self.name}"):
+            for parcel in self.parcels:
+                parcel.update_wire()
+                parcel.start_publish(counters)
 
     def reshard(self) -> None:
         """Free the weights of other owners; does nothing when they are freed. Local."""
@@ -90,12 +113,16 @@ class Block:
 
     def start_reduction(
         self, start: StartReduction, dtype: torch.dtype | None, counters: Counters
-    ) -> Reduction:
+    ) -> tuple[Reduction, Collection[DedicatedParam]]:
         """Take the local gradients and begin to bring them to their owners.
 
         Collective over each row of the mesh; a missing gradient travels as zeros.
+
+        Returns:
+            The reduction, and the parameters that have a gradient on this rank.
         """
         sent: Reduced = []
+        had_gradient = [param for param in self.params if param.param.grad is not None]
         with record_function(f"dmuon::reduce {self.name}"):
             for parcel in self.parcels:
                 grads = [param.param.grad for param in parcel.params]
@@ -103,7 +130,7 @@ class Block:
                 for param in parcel.params:
                     param.param.grad = None
             counters.reductions += 1
-            return start(sent, 0, counters)
+            return start(sent, 0, counters), had_gradient
 
     def _common_dtype(self) -> torch.dtype:
         dtypes = {parcel.dtype for parcel in self.parcels}
@@ -111,3 +138,9 @@ class Block:
 
     def _trainable(self) -> set[DedicatedParam]:
         return {param for param in self.params if param.param.requires_grad}
+
+
+def _shown(name: str, params: Sequence[DedicatedParam]) -> str:
+    names = ", ".join(f"{param.name} of owner {param.owner}" for param in params[:3])
+    rest = f" and {len(params) - 3} more" if len(params) > 3 else ""
+    return f"{name or 'the model'} ({names}{rest})"

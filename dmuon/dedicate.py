@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from dmuon import dedication as dedications
 from dmuon import mesh as meshes
-from dmuon import wrapping
+from dmuon import torch_internals, wrapping
 from dmuon.dedication import Boundary, Dedication
 from dmuon.errors import SetupError
 from dmuon.owner_map import OwnerMap
@@ -156,7 +156,8 @@ def _check_agreement(dedication: Dedication, problem: Exception | None) -> None:
 def _keep_or_drop(param: DedicatedParam, owner_map: OwnerMap, device: torch.device) -> None:
     if param.param.is_meta:
         return
-    if param.owner == owner_map.rank:
+    route = owner_map.route(param.owner)
+    if route.is_owner or any(leg.is_root for leg in route.start):
         param.param.data = param.param.data.to(device)
     else:
         param.hide(param.dtype, device)
@@ -164,7 +165,6 @@ def _keep_or_drop(param: DedicatedParam, owner_map: OwnerMap, device: torch.devi
 
 def _install(dedication: Dedication) -> None:
     """Guards, and hooks that live on the outermost module whatever is wrapped later."""
-    model = dedication.model
     attributes: dict[nn.Module, set[str]] = {}
     for param in dedication.params:
         for module, attribute in param.sites:
@@ -177,6 +177,12 @@ def _install(dedication: Dedication) -> None:
         module.__dict__["__deepcopy__"] = dedication.refuse_copy
         module.__dict__["__reduce_ex__"] = dedication.refuse_copy
     dedications.attach(dedication)
+    _attach_to_model(dedication)
+
+
+def _attach_to_model(dedication: Dedication) -> None:
+    """What every use of the outermost module must bring about."""
+    model = dedication.model
     plain_zero_grad: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -185,4 +191,12 @@ def _install(dedication: Dedication) -> None:
             dedication.engine.zero_grad()
 
     model.__dict__["zero_grad"] = zero_grad
-    model.register_forward_pre_hook(lambda *_: dedication.ensure_started(), prepend=True)
+
+    def before(module: nn.Module, args: object) -> None:
+        dedication.before_forward()
+
+    def after(module: nn.Module, args: object, output: object) -> None:
+        dedication.after_forward(output)
+
+    model.register_forward_pre_hook(torch_internals.not_compiled(before), prepend=True)
+    model.register_forward_hook(torch_internals.not_compiled(after))

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from dmuon import torch_internals, wrapping
 from dmuon.block import Block
-from dmuon.engine import Engine
+from dmuon.call_order import Call, CallOrder
+from dmuon.counters import Counters
+from dmuon.engine import Conduct, Engine
 from dmuon.errors import OwnershipError, SetupError
 from dmuon.ledger import GradientLedger
 from dmuon.owner_map import OwnerMap
@@ -20,6 +22,7 @@ from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
 from dmuon.partition import Plan
 from dmuon.reduction import choose_reduction
+from dmuon.replicas import send_first_row
 
 _ATTRIBUTE = "_dmuon_dedication"
 _OWNS = "_dmuon_owns"
@@ -41,6 +44,7 @@ class Dedication:
     hook_boundary: Boundary | None
     unfilled: set[str] = field(default_factory=set)
     _engine: Engine | None = None
+    _leaves: list[tuple[DedicatedParam, nn.Parameter, torch.dtype]] = field(default_factory=list)
     _guards_are_off: bool = False
     _has_run_normally: bool = False
 
@@ -59,11 +63,11 @@ class Dedication:
         """Whether the blocks are formed; before that there are no gradients."""
         return self._engine is not None
 
-    def ensure_started(self) -> None:
-        """Form the blocks if nobody has asked for the engine yet. Collective the first time.
+    def before_forward(self) -> None:
+        """At the start of the outermost forward. Collective over the mesh, asynchronous.
 
-        Called from the root's own pre-forward hook: hooks that the root gets now run from the
-        next call on, so its block, when it has one, is served here.
+        Forms the blocks if nobody has asked for the engine yet. Hooks that the root gets then run
+        from the next call on, so its block, when it has one, is served here.
 
         Raises:
             OwnershipError: when ``fully_shard`` would make its buffers in inference mode.
@@ -74,9 +78,16 @@ class Dedication:
                 "the first forward under torch.inference_mode() would leave buffers in "
                 "fully_shard that training cannot use; evaluate under torch.no_grad()"
             )
-        if self._engine is None:
-            with torch_internals.outside_inference_mode():
+        is_new = self._engine is None
+        with torch_internals.outside_inference_mode():
+            self.check_unchanged()
+            self.engine.enter_model()
+            if is_new:
                 self._serve_root()
+
+    def after_forward(self, output: object) -> None:
+        """At the end of the outermost forward. Local."""
+        self.engine.leave_model(output)
 
     def check_not_sharded(self) -> None:
         """Refuse a model whose matrices were taken by a ``fully_shard`` that came too late.
@@ -107,6 +118,17 @@ class Dedication:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def settle_for(self, call: Call) -> None:
+        """Before weights or state are read or set: all ranks must, and nothing may be under way.
+
+        Collective over the mesh.
+
+        Raises:
+            CollectiveError: on every rank, when another one calls something else.
+        """
+        self.engine.order.begin_and_check(call)
+        self.settle()
 
     def _has_fsdp(self) -> bool:
         return any(isinstance(module, FSDPModule) for module in self.model.modules())
@@ -140,7 +162,35 @@ class Dedication:
             "use dmuon.get_model_state_dict(model), and load it into a model that is built anew"
         )
 
+    def check_unchanged(self) -> None:
+        """Refuse a model whose matrices are no longer those that have owners. Local.
+
+        Raises:
+            SetupError: naming the first that was replaced, converted or moved.
+        """
+        for param, leaf, dtype in self._leaves:
+            if param.param is not leaf or leaf.dtype != dtype or leaf.device != self.device:
+                raise SetupError(
+                    f"{param.name} was replaced, converted or moved after dedicate_params (it was "
+                    f"{dtype} on {self.device}); its weights live on owner {param.owner}, where "
+                    "such a change does not arrive. Change the model before dedicate_params, or "
+                    "load other weights with dmuon.set_model_state_dict"
+                )
+
+    def _check_same_modules(self) -> None:
+        modules = set(self.model.modules())
+        for param in self.params:
+            for module, attribute in param.sites:
+                leaf = module._parameters.get(attribute)
+                found = None if leaf is None else (leaf.shape, leaf.dtype)
+                if module not in modules or found != (param.shape, param.dtype):
+                    raise SetupError(
+                        f"{param.name} was replaced, removed or converted after dedicate_params; "
+                        "change the model first, then give its matrices their owners"
+                    )
+
     def _start(self) -> Engine:
+        self._check_same_modules()
         self.check_not_sharded()
         for param in self.params:
             for module, _ in param.sites:
@@ -150,18 +200,23 @@ class Dedication:
         if self.owner_map.num_replicas > 1:
             num_stages = 2
         start = choose_reduction(self.owner_map.everyone)
-        ledger = GradientLedger(self.owner_map.num_owners, num_stages, start)
-        reduce_dtype = self.mp_policy.reduce_dtype
-        engine = Engine(
-            blocks,
-            ledger,
+        counters = Counters()
+        order = CallOrder(self.owner_map.control, counters)
+        ledger = GradientLedger(self.owner_map.num_owners, num_stages, start, order, counters)
+        conduct = Conduct(
             start,
-            reduce_dtype,
+            self.mp_policy.reduce_dtype,
             self.reshard_after_forward,
             can_recover=lambda: not self._has_fsdp(),
         )
-        engine.publish(wait=True)  # replicas start equal
-        return engine
+        send_first_row(self.model)
+        self._leaves = [
+            (param, param.param, parcel.dtype)
+            for block in blocks
+            for parcel in block.parcels
+            for param in parcel.params
+        ]
+        return Engine(blocks, ledger, order, counters, conduct)
 
     def _make_blocks(self) -> list[Block]:
         by_block: dict[str, list[DedicatedParam]] = {}

@@ -1,4 +1,4 @@
-"""When what happens: forward and backward hooks, prefetch, and the fixed order of reductions.
+"""When what happens: forward and backward, prefetch, and the fixed order of reductions.
 
 Every decision here depends on the module tree and on how often a hook fired, which is the same on
 all ranks, and never on values. Reductions start in descending order of the blocks, each as soon as
@@ -8,19 +8,35 @@ end of backward, in the same order.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from dmuon import torch_internals
+from dmuon import hooks, torch_internals
 from dmuon.block import Block
+from dmuon.call_order import Call, CallOrder
 from dmuon.counters import Counters
 from dmuon.errors import OwnershipError
 from dmuon.ledger import GradientLedger
 from dmuon.parameter import DedicatedParam
 from dmuon.reduction import StartReduction
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What the user decided once, at ``dedicate_params``.
+
+    Attributes:
+        start_reduction: how gradients travel.
+        reduce_dtype: in which dtype; None: that of the weights on the wire.
+        reshard_after_forward: free weights between forward and backward.
+        can_recover: whether training may go on after a backward that raised.
+    """
+
+    start_reduction: StartReduction
+    reduce_dtype: torch.dtype | None
+    reshard_after_forward: bool
+    can_recover: Callable[[], bool]
 
 
 class Engine:
@@ -35,52 +51,80 @@ class Engine:
         self,
         blocks: list[Block],
         ledger: GradientLedger,
-        start_reduction: StartReduction,
-        reduce_dtype: torch.dtype | None,
-        reshard_after_forward: bool,
-        can_recover: Callable[[], bool] = lambda: True,
+        order: CallOrder,
+        counters: Counters,
+        conduct: Conduct,
     ) -> None:
         self.blocks = blocks
         self.ledger = ledger
-        self.counters = Counters()
+        self.order = order
+        self.counters = counters
         self.weights_version = 0
         self.sync_gradients = True
         self.has_unsent = False
-        self._can_recover = can_recover
-        self._start_reduction = start_reduction
-        self._reduce_dtype = reduce_dtype
-        self._reshard_after_forward = reshard_after_forward
+        self._conduct = conduct
+        self._has_gradients = False
         self._next_to_reduce = len(blocks) - 1
         self._ready: set[int] = set()
+        self._recomputed: list[Block] = []  # in a backward of reentrant checkpointing
+        self._backward_id = -1
         self._backward_end: weakref.ref[Callable[[], None]] | None = None  # while one runs
         for index, block in enumerate(blocks):
-            self._register(index, block)
+            hooks.install(self, index, block)
 
     # Weights ------------------------------------------------------------------------------
+
+    def enter_model(self) -> None:
+        """At the start of the outermost forward: compare what the ranks are doing.
+
+        Collective over the mesh, asynchronous.
+        """
+        if not torch_internals.in_backward():
+            self._recover_from_failed_backward()
+            self.order.begin(Call.FORWARD if torch.is_grad_enabled() else Call.EVALUATION)
+
+    def leave_model(self, output: object) -> None:
+        """At its end: make sure that backward is noticed where it enters the model. Local.
+
+        Under reentrant checkpointing blocks give out nothing that autograd would see before the
+        backwards that run inside the one we have to know.
+        """
+        if torch.is_grad_enabled() and not torch_internals.in_backward():
+            version = self.weights_version
+            hooks.watch(output, lambda: self._check_and_enter_backward("the model", version))
 
     def pre_forward(self, index: int) -> None:
         """Show the block's weights and send for the next block's. Collective over the row."""
         block = self.blocks[index]
-        if block.in_backward and torch_internals.in_backward():
-            self._unshard(block)
+        if torch_internals.in_backward():
+            # activation checkpointing: the weights stay until the gradients of the block are in
+            block.in_backward = True
+            self._unshard(index)
+            if self._conduct.reshard_after_forward:
+                self._prefetch(index - 1)
             return
         self._recover_from_failed_backward()
-        self._unshard(block)
+        self._unshard(index)
         self._prefetch(index + 1)
 
     def post_forward(self, index: int, output: object) -> None:
         """Free the block's weights and make sure that backward brings them back. Local."""
         block = self.blocks[index]
-        if block.in_backward and torch_internals.in_backward():
+        if torch_internals.in_backward():
             return
         if not torch.is_grad_enabled():
             block.reshard()
             return
-        are_hooked, are_seen = self._hook_outputs(index, output)
-        if not are_seen:  # nothing will bring the weights back, so they stay
+        watched = self._watch(index, output)
+        if not watched.has_tensor:  # nothing will bring the weights back, so they stay
             return
-        if self._reshard_after_forward or not are_hooked:
+        if self._conduct.reshard_after_forward or not watched.has_hook:
             block.reshard()
+
+    def post_use(self, index: int, output: object) -> None:
+        """Watch what a module inside the block gives out, for it may leave the block unseen."""
+        if not torch_internals.in_backward():
+            self._watch(index, output)
 
     def pre_backward(self, index: int, version: int) -> None:
         """Show the block's weights and send for the previous block's. Collective over the row.
@@ -90,28 +134,20 @@ class Engine:
                 which used those of ``version``, or that would itself be differentiated.
         """
         block = self.blocks[index]
-        if version != self.weights_version:
-            raise OwnershipError(
-                f"the weights of {block.name or 'the model'} changed between forward and backward "
-                "(a step or a loaded state dict); run the forward again"
-            )
-        if torch.is_grad_enabled():
-            raise OwnershipError(
-                "a backward with create_graph=True would need weights after they are freed; "
-                "second derivatives are not supported for dedicated parameters"
-            )
-        self._enter_backward()
+        self._check_and_enter_backward(block.name or "the model", version)
+        if block.in_backward:
+            return
         block.in_backward = True
-        self._unshard(block)
-        if self._reshard_after_forward:
+        self._unshard(index)
+        if self._conduct.reshard_after_forward:
             self._prefetch(index - 1)
 
     def settle_weights(self) -> None:
         """Wait for weights on their way: to be arrived here or published. Local."""
         for block in self.blocks:
-            block.finish_unshard()
-            for parcel in block.parcels:
-                parcel.drain()
+            with self.order.explained(f"waiting for the weights of {block.shown}"):
+                block.finish_unshard()
+                block.drain()
 
     def publish(self, *, wait: bool) -> None:
         """After the owners changed weights: make every other copy stale, send the new ones.
@@ -120,26 +156,50 @@ class Engine:
         """
         self.weights_version += 1
         for block in self.blocks:
-            for parcel in block.parcels:
-                parcel.update_wire()
-                parcel.start_publish(self.counters)
+            with self.order.explained(f"publishing the new weights of {block.shown}"):
+                block.publish(self.counters)
                 if wait:
-                    parcel.drain()
+                    block.drain()
 
-    def _unshard(self, block: Block) -> None:
-        block.start_unshard(self.weights_version, self.counters)
-        block.finish_unshard()
+    def _watch(self, index: int, output: object) -> hooks.Watched:
+        version = self.weights_version
+        return hooks.watch(output, lambda: self.pre_backward(index, version))
+
+    def _unshard(self, index: int) -> None:
+        block = self.blocks[index]
+        self._start_unshard(index)
+        with self.order.explained(f"waiting for the weights of {block.shown}"):
+            block.finish_unshard()
 
     def _prefetch(self, index: int) -> None:
         if 0 <= index < len(self.blocks):
-            self.blocks[index].start_unshard(self.weights_version, self.counters)
+            self._start_unshard(index)
+
+    def _start_unshard(self, index: int) -> None:
+        block = self.blocks[index]
+        with self.order.explained(f"sending for the weights of {block.shown}"):
+            if block.start_unshard(self.weights_version, self.counters):
+                self.order.note_collective(b"unshard", index)
 
     # Gradients ----------------------------------------------------------------------------
 
     def on_gradient(self, index: int, param: DedicatedParam) -> None:
-        """Autograd is done with one leaf. Starts collectives over the row when it was the last."""
+        """Autograd is done with one leaf. Starts collectives over the row when it was the last.
+
+        Raises:
+            OwnershipError: for a gradient that comes after those of its block were sent.
+        """
         self._enter_backward()
         block = self.blocks[index]
+        if self.sync_gradients and index > self._next_to_reduce:
+            raise OwnershipError(
+                f"{param.name} got a second gradient in one backward, after the first was sent to "
+                "its owner: it is used both inside and outside of a checkpoint with "
+                "use_reentrant=True; use checkpoint(..., use_reentrant=False)"
+            )
+        if torch_internals.backward_id() != self._backward_id:
+            self._note_recomputed(block)
+            return
         if not block.note_gradient(param):
             return
         if not block.is_frozen_in_part:
@@ -155,32 +215,57 @@ class Engine:
 
         Raises:
             OwnershipError: when gradients accumulated under ``no_sync`` were never sent.
+            CollectiveError: when the ranks have not made the same calls until here.
         """
         if self.has_unsent:
             raise OwnershipError(
                 "gradients accumulated under dmuon.no_sync(model) have not been sent to the "
                 "owners; run the last backward before a step outside of it, or zero_grad()"
             )
-        self.ledger.settle(self.counters)
+        self.order.check()
+        self.ledger.settle()
 
     def zero_grad(self) -> None:
         """Forget all gradients, local and reduced. Collective on a grid."""
-        self.has_unsent = False
-        self.ledger.drop(self.counters)
+        if self._has_gradients:
+            self.order.note(Call.ZERO_GRAD)
+        self._has_gradients = self.has_unsent = False
+        self.ledger.drop()
         for block in self.blocks:
             for param in block.params:
                 param.param.grad = None
 
     def _reduce_next(self) -> None:
-        block = self.blocks[self._next_to_reduce]
+        index = self._next_to_reduce
+        block = self.blocks[index]
         self._next_to_reduce -= 1
-        reduction = block.start_reduction(self._start_reduction, self._reduce_dtype, self.counters)
-        self.ledger.add(reduction, self.counters)
+        self.order.note_collective(b"reduce", index)
+        with self.order.explained(f"sending the gradients of {block.shown}"):
+            reduction, had_gradient = block.start_reduction(
+                self._conduct.start_reduction, self._conduct.reduce_dtype, self.counters
+            )
+        self.ledger.add(reduction, had_gradient, block.name or "the model")
+
+    def _check_and_enter_backward(self, what: str, version: int) -> None:
+        if version != self.weights_version:
+            raise OwnershipError(
+                f"the weights of {what} changed between forward and backward (a step or a loaded "
+                "state dict); run the forward again"
+            )
+        if torch.is_grad_enabled():
+            raise OwnershipError(
+                "a backward with create_graph=True would need weights after they are freed; "
+                "second derivatives are not supported for dedicated parameters"
+            )
+        self._enter_backward()
 
     def _enter_backward(self) -> None:
         self._recover_from_failed_backward()
         if self._backward_end is not None:
             return
+        self.order.begin(Call.BACKWARD if self.sync_gradients else Call.BACKWARD_NO_SYNC)
+        self._has_gradients = True
+        self._backward_id = torch_internals.backward_id()
         for block in self.blocks:
             block.reset_arrivals()
 
@@ -196,11 +281,24 @@ class Engine:
             self._reduce_next()
         self._reset_backward()
 
+    def _note_recomputed(self, block: Block) -> None:
+        """A gradient from inside a reentrant checkpoint; more may come, so it is sent last."""
+        if not self._recomputed:
+            torch_internals.call_after_backward(self._leave_recomputed)
+        self._recomputed.append(block)
+
+    def _leave_recomputed(self) -> None:
+        for block in self._recomputed:
+            block.in_backward = False
+            block.reshard()
+        self._recomputed.clear()
+
     def _reset_backward(self) -> None:
         for block in self.blocks:
             block.reshard()
             block.reset_arrivals()
         self._ready.clear()
+        self._recomputed.clear()
         self._next_to_reduce = len(self.blocks) - 1
         self._backward_end = None
 
@@ -212,64 +310,9 @@ class Engine:
         """
         if self._backward_end is None or self._backward_end() is not None:
             return
-        if not self._can_recover():
+        if not self._conduct.can_recover():
             raise OwnershipError(
                 "a backward ended with an exception; fully_shard cannot continue after that "
                 "without wrong gradients. Build the model again and load the last checkpoint"
             )
         self._reset_backward()
-
-    # Hooks --------------------------------------------------------------------------------
-
-    def _register(self, index: int, block: Block) -> None:
-        def before(module: nn.Module, args: Any) -> None:
-            with torch_internals.outside_inference_mode():
-                self.pre_forward(index)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            with torch_internals.outside_inference_mode():
-                self.post_forward(index, output)
-
-        block.module.register_forward_pre_hook(torch_internals.not_compiled(before), prepend=True)
-        block.module.register_forward_hook(torch_internals.not_compiled(after))
-        for param in block.params:
-            hook = torch_internals.not_compiled(_leaf_hook(weakref.ref(self), index, param))
-            torch_internals.hook_leaf(param.param, hook)
-
-    def _hook_outputs(self, index: int, output: object) -> tuple[bool, bool]:
-        """Give each tensor of ``output`` that autograd made a hook; leaves would keep theirs.
-
-        Returns:
-            Whether one got a hook, and whether there was any tensor: a class may hide them.
-        """
-        leaves = tree_flatten(output)[0]
-        tensors = _tensors(leaves) or _tensors(_attributes(leaves))
-        hooked = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        version = self.weights_version
-        for tensor in hooked:
-            tensor.register_hook(lambda grad: self.pre_backward(index, version))
-        return bool(hooked), bool(tensors)
-
-
-def _tensors(values: list[Any]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _attributes(objects: list[Any]) -> list[Any]:
-    """What dataclasses and other objects, which pytree takes for leaves, hold."""
-    found = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
-    return tree_flatten(found)[0]
-
-
-def _leaf_hook(
-    engine: weakref.ref[Engine], index: int, param: DedicatedParam
-) -> Callable[[torch.Tensor], None]:
-    """A hook that keeps nothing alive: the garbage collector cannot see into a leaf's hooks."""
-    weak_param = weakref.ref(param)
-
-    def hook(leaf: torch.Tensor) -> None:
-        alive, owned = engine(), weak_param()
-        if alive is not None and owned is not None:
-            alive.on_gradient(index, owned)
-
-    return hook

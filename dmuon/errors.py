@@ -5,6 +5,8 @@
     DMuonError
     ├── SetupError (ValueError)        wrong arguments or order of calls, a mesh that does not fit
     ├── OwnershipError (RuntimeError)  weights or gradients asked for in a way owners cannot serve
+    ├── NonFiniteGradientError (RuntimeError)  gradients with NaN or infinity, when asked for
+    ├── CollectiveError (RuntimeError) ranks that disagree, or one that no longer takes part
     └── StateDictError (ValueError)    names or shapes of a state dict that do not fit the model
 """
 
@@ -19,6 +21,29 @@ class SetupError(DMuonError, ValueError):
 
 class OwnershipError(DMuonError, RuntimeError):
     """A call that plain PyTorch would answer wrongly for parameters that live on owners."""
+
+
+class NonFiniteGradientError(DMuonError, RuntimeError):
+    """Gradients hold NaN or infinity; raised on every rank.
+
+    Attributes:
+        names: of the parameters, in the order of the model.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        super().__init__(
+            f"gradients are not finite in {len(names)} parameters: {shown or 'their sum overflows'}"
+            "; skip the step with optimizer.zero_grad(), lower the rate, or look at the data"
+        )
+
+    def __reduce__(self) -> tuple[type["NonFiniteGradientError"], tuple[list[str]]]:
+        return type(self), (self.names,)
+
+
+class CollectiveError(DMuonError, RuntimeError):
+    """Ranks disagree about the order of calls, or one has failed or is stuck; start anew."""
 
 
 class StateDictError(DMuonError, ValueError):

@@ -10,7 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon import dedication as dedications
+from dmuon.agreement import gather_objects
+from dmuon.call_order import Call
 from dmuon.dedication import Dedication
+from dmuon.errors import NonFiniteGradientError
+from dmuon.names import original_name
 from dmuon.optimizer import Muon
 
 
@@ -38,7 +42,11 @@ def wait_all_replicate_broadcasts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model_or_optimizer: nn.Module | Muon, max_norm: float, eps: float = 1e-6
+    model_or_optimizer: nn.Module | Muon,
+    max_norm: float,
+    eps: float = 1e-6,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``.
 
@@ -46,33 +54,76 @@ def clip_grad_norm_(
     dedicated matrix counts once, on its owner, every symmetric shard once a replica. As
     ``torch.nn.utils.clip_grad_norm_`` the factor is ``max_norm / (norm + eps)``, at most 1.
 
+    Args:
+        model_or_optimizer: the model given to ``dedicate_params``, or its ``dmuon.Muon``.
+        max_norm: at least 0; infinity measures and leaves the gradients as they are.
+        eps: added to the norm that is divided by.
+        error_if_nonfinite: look at the norm on the host, which waits for the device, and raise
+            when it is NaN or infinite. Otherwise gradients take on the NaN, as in torch.
+
     Returns:
         The norm before clipping, 0-dim float32 on the device, equal on every rank.
+
+    Raises:
+        NonFiniteGradientError: on every rank, naming the parameters; gradients stay as they are.
     """
-    if isinstance(model_or_optimizer, Muon):
-        dedication = model_or_optimizer.dedication
-    else:
-        dedication = dedications.of(model_or_optimizer)
+    dedication = _dedication_of(model_or_optimizer)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
     engine = dedication.engine
     engine.settle_gradients()
-    owned, symmetric = engine.ledger.grads(), _symmetric_grads(dedication)
+    engine.order.begin(Call.CLIP_GRAD_NORM)
+    owned = list(engine.ledger.named_grads().values())
+    symmetric = list(_symmetric_grads(dedication).values())
     total = _squares(owned, dedication.device)
     total += _squares(symmetric, dedication.device) / dedication.owner_map.num_replicas
     if dedication.owner_map.num_owners > 1:
         engine.counters.count("all_reduce", total.nbytes)
-        dist.all_reduce(total, group=dedication.owner_map.everyone)
+        with engine.order.explained("adding up the norms of all ranks"):
+            dist.all_reduce(total, group=dedication.owner_map.everyone)
     norm = total.sqrt()
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise NonFiniteGradientError(nonfinite_gradients(model_or_optimizer))
+    if max_norm == float("inf"):
+        return norm
     factor = torch.clamp(max_norm / (norm + eps), max=1.0)
     for grad in [*owned, *symmetric]:
         grad.mul_(factor.to(grad.dtype))
     return norm
 
 
-def _symmetric_grads(dedication: Dedication) -> list[torch.Tensor]:
-    grads = [param.grad for param in dedication.model.parameters() if param.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+@torch.no_grad()
+def nonfinite_gradients(model_or_optimizer: nn.Module | Muon) -> list[str]:
+    """Names of the parameters whose gradients hold NaN or infinity, in the order of the model.
+
+    Collective over the mesh, and equal on every rank; it waits for the device, so it is for
+    finding a cause and not for every step.
+    """
+    dedication = _dedication_of(model_or_optimizer)
+    engine = dedication.engine
+    engine.settle_gradients()
+    engine.order.begin_and_check(Call.NONFINITE_GRADIENTS)
+    grads = {**engine.ledger.named_grads(), **_symmetric_grads(dedication)}
+    mine = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+    found = {name for names in gather_objects(dedication, mine) for name in names}
+    names = [original_name(name) for name, _ in dedication.model.named_parameters()]
+    return [name for name in names if name in found]
+
+
+def _dedication_of(model_or_optimizer: nn.Module | Muon) -> Dedication:
+    if isinstance(model_or_optimizer, Muon):
+        return model_or_optimizer.dedication
+    return dedications.of(model_or_optimizer)
+
+
+def _symmetric_grads(dedication: Dedication) -> dict[str, torch.Tensor]:
+    """What this rank holds of the gradients of symmetric parameters, by name."""
+    grads = {
+        original_name(name): param.grad
+        for name, param in dedication.model.named_parameters()
+        if param.grad is not None
+    }
+    return {n: grad.to_local() if isinstance(grad, DTensor) else grad for n, grad in grads.items()}
 
 
 def _squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:

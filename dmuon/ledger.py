@@ -1,11 +1,15 @@
 """The one place that knows which gradients are on their way, reduced and accumulated."""
 
-import torch
+from collections.abc import Collection
 
+import torch
+from torch.profiler import record_function
+
+from dmuon.call_order import CallOrder
 from dmuon.counters import Counters
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
-from dmuon.reduction import Reduced, Reduction, StartReduction
+from dmuon.reduction import Reduction, StartReduction
 
 
 class GradientLedger:
@@ -15,63 +19,87 @@ class GradientLedger:
         num_ranks: gradients are the mean over this many ranks.
         num_stages: legs of a reduction: 1 on a 1D mesh, 2 on a grid.
         start: how a leg is reduced.
+        order: explains a collective that fails.
+        counters: where collectives are counted.
     """
 
-    def __init__(self, num_ranks: int, num_stages: int, start: StartReduction) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        num_stages: int,
+        start: StartReduction,
+        order: CallOrder,
+        counters: Counters,
+    ) -> None:
         self._num_ranks = num_ranks
         self._num_stages = num_stages
         self._start = start
-        self._pending: list[tuple[int, Reduction]] = []
+        self._order = order
+        self._counters = counters
+        self._pending: list[tuple[int, Reduction, str]] = []
         self._grads: dict[DedicatedParam, torch.Tensor] = {}
+        self._had_gradient_here: set[DedicatedParam] = set()
 
-    def add(self, reduction: Reduction, counters: Counters) -> None:
+    def add(
+        self, reduction: Reduction, had_gradient_here: Collection[DedicatedParam], what: str
+    ) -> None:
         """Note a reduction that has begun, and collect those that are over already.
 
         Those before it are taken in order and only while none of them would wait, so that memory
         is given back early and no rank waits for another inside backward.
-        """
-        self._pending.append((0, reduction))
-        while self._num_stages == 1 and len(self._pending) > 1 and self._pending[0][1].is_done():
-            self._settle_first(counters)
 
-    def settle(self, counters: Counters) -> None:
+        Args:
+            reduction: of one block.
+            had_gradient_here: parameters of the block that have a gradient on this rank.
+            what: the block, for messages and profiles.
+        """
+        self._had_gradient_here.update(had_gradient_here)
+        self._pending.append((0, reduction, what))
+        while self._num_stages == 1 and len(self._pending) > 1 and self._pending[0][1].is_done():
+            self._settle_first()
+
+    def settle(self) -> None:
         """Wait for everything pending and add it up. Collective on a grid (second leg)."""
         while self._pending:
-            self._settle_first(counters)
+            self._settle_first()
 
-    def drop(self, counters: Counters) -> None:
+    def drop(self) -> None:
         """Forget all gradients, also those still on their way. Collective as ``settle`` is."""
-        self.settle(counters)
+        self.settle()
         self._grads.clear()
+        self._had_gradient_here.clear()
 
     def grad(self, param: DedicatedParam) -> torch.Tensor | None:
         """The accumulated float32 gradient on the owner of ``param``; None: there was none."""
         return self._grads.get(param)
 
-    def grads(self) -> list[torch.Tensor]:
-        """All gradients this rank owns."""
-        return list(self._grads.values())
+    def named_grads(self) -> dict[str, torch.Tensor]:
+        """All gradients this rank owns, by the names of their parameters."""
+        return {param.name: grad for param, grad in self._grads.items()}
 
-    def _settle_first(self, counters: Counters) -> None:
-        stage, reduction = self._pending.pop(0)
-        reduced = reduction.finish()
-        if stage + 1 < self._num_stages:
-            if reduced:
-                self._pending.append((stage + 1, self._start(reduced, stage + 1, counters)))
-            return
-        self._collect(reduced)
-
-    def _collect(self, reduced: Reduced) -> None:
+    def _settle_first(self) -> None:
+        stage, reduction, what = self._pending.pop(0)
+        with (
+            record_function(f"dmuon::wait_reduce {what}"),
+            self._order.explained(f"bringing the gradients of {what} to their owners"),
+        ):
+            reduced = reduction.finish()
+            if stage + 1 < self._num_stages:
+                if reduced:
+                    following = self._start(reduced, stage + 1, self._counters)
+                    self._pending.append((stage + 1, following, what))
+                return
         for parcel, flat in reduced:
             if parcel.route.is_owner:
-                self._collect_parcel(parcel, flat)
+                self._collect(parcel, flat)
 
-    def _collect_parcel(self, parcel: Parcel, flat: torch.Tensor) -> None:
+    def _collect(self, parcel: Parcel, flat: torch.Tensor) -> None:
         total = flat[: parcel.numel].float().div_(self._num_ranks)
-        flags = flat[parcel.numel :]
+        known = self._grads.keys() | self._had_gradient_here
         present = [True] * len(parcel.params)
-        if any(param not in self._grads for param in parcel.params):
-            present = (flags > 0).tolist()
+        if any(param not in known for param in parcel.params):
+            # the flags tell; they are read only here, because that waits for the device
+            present = (flat[parcel.numel :] > 0).tolist()
         for param, view, is_there in zip(parcel.params, parcel.views(total), present, strict=True):
             if not is_there or not param.param.requires_grad:
                 continue

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon import dedication as dedications
 from dmuon.agreement import Courier, raise_together
+from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError
 from dmuon.names import original_name
@@ -43,7 +44,7 @@ def get_model_state_dict(
         Loads with ``strict=True`` into the model that was never wrapped.
     """
     dedication = dedications.of(model)
-    dedication.settle()
+    dedication.settle_for(Call.GET_MODEL_STATE_DICT)
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def set_model_state_dict(
     dedication = dedications.of(model)
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must map names to tensors, got {type(state_dict).__name__}")
-    dedication.settle()
+    dedication.settle_for(Call.SET_MODEL_STATE_DICT)
     courier = Courier(dedication, dict(state_dict))
     targets = dict(_walk(dedication))
     report = _check(dedication, targets, courier, strict)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from dmuon import dedication as dedications
+from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError, SetupError
 from dmuon.groups import Group, Named, make_groups
@@ -115,7 +116,10 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         engine = self.dedication.engine
         self.dedication.settle()
+        if self.num_steps == 0:
+            self._check_same_parameters()
         engine.settle_gradients()
+        engine.order.note(Call.STEP)
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
         if self._adamw is not None:
@@ -204,6 +208,16 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, dtype=MASTER_DTYPE)
         update_matrix_(weight, grad, state["momentum_buffer"], group)
+
+    def _check_same_parameters(self) -> None:
+        """Refuse to train a model that was wrapped or changed after this optimizer was built."""
+        ours = {param for group in self.param_groups for param in group["params"]}
+        for name, param in self.dedication.model.named_parameters():
+            if param.requires_grad and param not in ours:
+                raise SetupError(
+                    f"{name} is no parameter of this optimizer: the model was wrapped or changed "
+                    "after Muon(model); call dedicate_params, then fully_shard, then Muon"
+                )
 
     def _make_adamw(self) -> torch.optim.AdamW | None:
         """Stock AdamW over our own groups and state, so schedulers and dicts see one optimizer."""

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon import dedication as dedications
 from dmuon.agreement import Courier, gather_objects, raise_together
+from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
 from dmuon.optimizer import Muon
@@ -38,7 +39,7 @@ def get_optimizer_state_dict(
         ``torch.load(..., weights_only=True)`` reads it.
     """
     dedication = _dedication_of(model, optimizer)
-    dedication.settle()
+    dedication.settle_for(Call.GET_OPTIMIZER_STATE_DICT)
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     symmetric: dict[str, Any] = {}
@@ -73,7 +74,7 @@ def set_optimizer_state_dict(
         StateDictError: the same on every rank, before anything changed.
     """
     dedication = _dedication_of(model, optimizer)
-    dedication.settle()
+    dedication.settle_for(Call.SET_OPTIMIZER_STATE_DICT)
     courier = Courier(dedication, _flatten(state_dict))
     _check(dedication, optimizer, courier)
     for name, param in _symmetric_params(optimizer).items():

@@ -10,6 +10,7 @@ published down the column.
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class Route:
         is_owner: this rank holds the float32 master weights and the momentum.
         is_source: this rank sends the weights to its row.
         unshard: the leg that makes the weights whole on every rank of the row.
+        start: the legs that bring the first row's weights to all sources at set-up.
         reduce: the legs gradients take, in order; a rank takes part in those it is listed with.
         publish: the legs new weights take after a step; empty where nobody waits for them.
     """
@@ -54,6 +56,7 @@ class Route:
     is_owner: bool
     is_source: bool
     unshard: Leg
+    start: tuple[Leg, ...]
     reduce: tuple[Leg, ...]
     publish: tuple[Leg, ...]
 
@@ -77,6 +80,10 @@ class OwnerMap(Protocol):
     def everyone(self) -> dist.ProcessGroup:
         """All ranks of the mesh in ascending order, owner 0 first, for checks and dicts."""
 
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """A CPU group over all ranks of the mesh for ``CallOrder``; None where there is none."""
+
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""
 
@@ -89,9 +96,10 @@ class ShardOwners:
 
     def __init__(self, mesh: DeviceMesh, timeout: timedelta | None) -> None:
         ranks = mesh.mesh.flatten().tolist()
-        self._unshard = _own_group(ranks, timeout)
-        self._reduce = _own_group(ranks, timeout)
-        self.everyone = _own_group(ranks, timeout)
+        self._unshard = _own_group("unshard", ranks, timeout)
+        self._reduce = _own_group("reduce", ranks, timeout)
+        self.everyone = _own_group("everyone", ranks, timeout)
+        self.control = _control_group(ranks, timeout)
         self.num_owners = len(ranks)
         self.num_replicas = 1
         self.rank = self.everyone.rank()
@@ -103,6 +111,7 @@ class ShardOwners:
             is_owner=is_owner,
             is_source=is_owner,
             unshard=Leg(self._unshard, owner),
+            start=(),
             reduce=(Leg(self._reduce, owner),),
             publish=(),
         )
@@ -122,11 +131,13 @@ class GridOwners:
         self._column = next(i for i, column in enumerate(columns) if me in column)
         self._num_columns = len(columns)
         self.rank = self._row * self._num_columns + self._column
-        self._unshard = _own_group(rows[self._row], timeout)
-        self._reduce_row = _own_group(rows[self._row], timeout)
-        self._reduce_column = _own_group(columns[self._column], timeout)
-        self._publish = _own_group(columns[self._column], timeout)
-        self.everyone = _own_group(ranks_RS.flatten().tolist(), timeout)
+        everyone = ranks_RS.flatten().tolist()
+        self._unshard = _own_group("unshard", rows[self._row], timeout)
+        self._reduce_row = _own_group("reduce", rows[self._row], timeout)
+        self._reduce_column = _own_group("reduce column", columns[self._column], timeout)
+        self._publish = _own_group("publish", columns[self._column], timeout)
+        self.everyone = _own_group("everyone", everyone, timeout)
+        self.control = _control_group(everyone, timeout)
         self.num_owners = ranks_RS.numel()
         self.num_replicas = len(rows)
 
@@ -139,6 +150,7 @@ class GridOwners:
             is_owner=owner == self.rank,
             is_source=is_source,
             unshard=Leg(self._unshard, column),
+            start=(Leg(self._publish, 0),) if is_source else (),
             reduce=(to_source, Leg(self._reduce_column, row)) if is_source else (to_source,),
             publish=(Leg(self._publish, row),) if is_source else (),
         )
@@ -149,8 +161,31 @@ class GridOwners:
         return [*own, self.everyone]
 
 
-def _own_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new group over ``ranks``, so that a user's collectives cannot come between ours."""
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+# Groups live as long as the default group; a second model on the same ranks uses the same ones.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _own_group(
+    purpose: str, ranks: list[int], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group over ``ranks``, so that a user's collectives cannot come between ours.
+
+    Collective over ``ranks`` the first time.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    key = (purpose, tuple(ranks), timeout)
+    if key not in made:
+        group = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        made[key] = group
+    return made[key]
+
+
+def _control_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    if len(ranks) == 1 or not dist.is_gloo_available():
+        return None
+    return _own_group("control", ranks, timeout, backend="gloo")

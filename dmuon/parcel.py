@@ -47,14 +47,16 @@ class Parcel:
     def adopt(self, values: Sequence[torch.Tensor]) -> None:
         """Take ``values`` as the weights this rank keeps; a rank that keeps none drops them.
 
-        A source of another row than the owner's takes them too: they are overwritten by the
-        first publish.
+        Collective over each column of a grid: all rows start with the values of the first row.
         """
-        self._wire = None
-        if self.route.is_owner:
-            self.master = self._filled(MASTER_DTYPE, values)
-        if self.route.is_source and not (self.route.is_owner and self.dtype == MASTER_DTYPE):
-            self._wire = self._filled(self.dtype, values)
+        if self.route.is_source:
+            flat = self._filled(values)
+            for leg in self.route.start:
+                if leg.size > 1:
+                    dist.broadcast(flat, group=leg.group, group_src=leg.root)
+            self.master = flat if self.route.is_owner else None
+            is_wire_too = self.route.is_owner and self.dtype == MASTER_DTYPE
+            self._wire = None if is_wire_too else flat.to(self.dtype, copy=True)
         self.hide()
 
     def hide(self) -> None:
@@ -105,6 +107,11 @@ class Parcel:
                 work = dist.broadcast(wire, group=leg.group, group_src=leg.root, async_op=True)
                 self._publishing.append(work)
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether a publish was started that nobody has waited for."""
+        return bool(self._publishing)
+
     def drain(self) -> None:
         """Wait for what is being published. Local: the works were started on all ranks."""
         for work in self._publishing:
@@ -127,8 +134,8 @@ class Parcel:
                 dist.broadcast(flat, group=leg.group, group_src=leg.root)
         return flat
 
-    def _filled(self, dtype: torch.dtype, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        flat = torch.empty(self.numel, dtype=dtype, device=self.device)
+    def _filled(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = torch.empty(self.numel, dtype=MASTER_DTYPE, device=self.device)
         for view, value in zip(self.views(flat), values, strict=True):
             view.copy_(value)
         return flat

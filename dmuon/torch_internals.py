@@ -15,6 +15,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_id() -> int:
+    """Number of the backward that runs on this thread, -1 for none.
+
+    Reentrant activation checkpointing runs a backward of its own inside another one.
+    """
+    return torch._C._current_graph_task_id()
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` once when the running backward is over; callable from its hooks only."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
