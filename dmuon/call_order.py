@@ -67,7 +67,7 @@ class CallOrder:
         self._num_calls = 0
         self._digest = 0
         self._recent: deque[Call] = deque([Call.NOTHING] * _NUM_SHOWN, maxlen=_NUM_SHOWN)
-        self._everyones: torch.Tensor | None = None
+        self._everyones: list[torch.Tensor] = []
         self._pending: dist.Work | None = None
         self._failure: CollectiveError | None = None
 
@@ -92,12 +92,10 @@ class CallOrder:
         if self._group is None:
             return
         mine = torch.tensor([self._num_calls, self._digest, *self._recent])
-        self._everyones = mine.new_empty(self._group.size() * mine.numel())
+        self._everyones = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._counters.count("agreement", mine.nbytes)
         with self.explained(f"telling the other ranks of this rank's {call}"):
-            self._pending = dist.all_gather_into_tensor(
-                self._everyones, mine, group=self._group, async_op=True
-            )
+            self._pending = dist.all_gather(self._everyones, mine, group=self._group, async_op=True)
 
     def begin_and_check(self, call: Call) -> None:
         """Note ``call`` and compare before anything of it is done. Collective over the mesh.
@@ -157,8 +155,7 @@ class CallOrder:
         return self._failure
 
     def _compare(self) -> None:
-        assert self._everyones is not None
-        rows = self._everyones.view(-1, 2 + _NUM_SHOWN).tolist()
+        rows = [row.tolist() for row in self._everyones]
         if all(row[:2] == rows[0][:2] for row in rows):
             return
         differ = _distinct([row[2:] for row in rows])

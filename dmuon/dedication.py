@@ -171,10 +171,11 @@ class Dedication:
         for param, leaf, dtype in self._leaves:
             if param.param is not leaf or leaf.dtype != dtype or leaf.device != self.device:
                 raise SetupError(
-                    f"{param.name} was replaced, converted or moved after dedicate_params (it was "
-                    f"{dtype} on {self.device}); its weights live on owner {param.owner}, where "
-                    "such a change does not arrive. Change the model before dedicate_params, or "
-                    "load other weights with dmuon.set_model_state_dict"
+                    f"{param.name} was replaced, converted, moved or given to fully_shard after "
+                    f"dedicate_params (it was {dtype} on {self.device}); its weights live on owner "
+                    f"{param.owner}, where such a change does not arrive. Convert the model before "
+                    "dedicate_params, wrap it right after, and load other weights with "
+                    "dmuon.set_model_state_dict"
                 )
 
     def _check_same_modules(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from dmuon import hooks, torch_internals
 from dmuon.block import Block
@@ -67,6 +68,7 @@ class Engine:
         self._next_to_reduce = len(blocks) - 1
         self._ready: set[int] = set()
         self._recomputed: list[Block] = []  # in a backward of reentrant checkpointing
+        self._sent_by_fsdp: set[Block] = set()  # in such a backward that is over
         self._backward_id = -1
         self._backward_end: weakref.ref[Callable[[], None]] | None = None  # while one runs
         for index, block in enumerate(blocks):
@@ -98,6 +100,7 @@ class Engine:
         block = self.blocks[index]
         if torch_internals.in_backward():
             # activation checkpointing: the weights stay until the gradients of the block are in
+            self._check_recomputed_once(index)
             block.in_backward = True
             self._unshard(index)
             if self._conduct.reshard_after_forward:
@@ -287,10 +290,23 @@ class Engine:
             torch_internals.call_after_backward(self._leave_recomputed)
         self._recomputed.append(block)
 
+    def _check_recomputed_once(self, index: int) -> None:
+        """Refuse what would be wrong in silence for the parameters that ``fully_shard`` holds.
+
+        It sends them once a reentrant checkpoint, and loses the gradients of all but one.
+        """
+        block = self.blocks[index]
+        if block in self._sent_by_fsdp and isinstance(block.module, FSDPModule):
+            raise OwnershipError(
+                f"{block.name} runs twice in one forward under checkpoint(..., use_reentrant=True);"
+                " fully_shard would lose gradients of it. Use use_reentrant=False"
+            )
+
     def _leave_recomputed(self) -> None:
         for block in self._recomputed:
             block.in_backward = False
             block.reshard()
+        self._sent_by_fsdp.update(self._recomputed)
         self._recomputed.clear()
 
     def _reset_backward(self) -> None:
@@ -299,6 +315,7 @@ class Engine:
             block.reset_arrivals()
         self._ready.clear()
         self._recomputed.clear()
+        self._sent_by_fsdp.clear()
         self._next_to_reduce = len(self.blocks) - 1
         self._backward_end = None
 
