@@ -81,10 +81,12 @@ class Block:
 
         Collective over the columns of a grid.
         """
-        with record_function(f"dmuon::publish {self.name}"):
-            for parcel in self.parcels:
-                parcel.update_wire()
-                parcel.start_publish(counters)
+        for parcel in self.parcels:
+            parcel.update_wire()
+        if any(parcel.route.publish for parcel in self.parcels):
+            with record_function(f"dmuon::publish {self.name}"):
+                for parcel in self.parcels:
+                    parcel.start_publish(counters)
 
     def reshard(self) -> None:
         """Free the weights of other owners; does nothing when they are freed. Local."""

@@ -13,7 +13,8 @@ class Counters:
         steps: optimizer steps.
         reductions: gradient reductions launched, one a block and backward.
         collectives: how many of each kind were called for dedicated parameters
-            ("broadcast", "reduce", "all_to_all", "publish", ...).
+            "broadcast" (unshard), "reduce" or "all_to_all" (gradients, by backend), "publish" (new
+            weights to other replicas), "all_reduce" (norms), "agreement" (call order).
         bytes: payload handed to each kind, in bytes.
     """
 
