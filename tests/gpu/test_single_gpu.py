@@ -72,3 +72,25 @@ def test_bfloat16_newton_schulz_stays_close_to_float64() -> None:
     quick = dmuon.newton_schulz(matrix)
     assert quick.dtype == torch.bfloat16
     assert (quick.double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_no_part_of_a_training_step_waits_for_the_device() -> None:
+    """Any copy to the host or blocking call between the first forward and the end is an error."""
+    model = prepare(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    optimizer = dmuon.Muon(model)
+    rows = tokens(0).cuda()
+
+    def step() -> None:
+        loss_of(model, rows).backward()
+        dmuon.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
