@@ -17,6 +17,7 @@ from dmuon.gradients import (
     wait_all_replicate_broadcasts,
 )
 from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
+from dmuon.layout import Layout, Split
 from dmuon.model_state import get_model_state_dict, set_model_state_dict
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
 from dmuon.optimizer import Muon
@@ -31,12 +32,14 @@ __all__ = [
     "CollectiveError",
     "Counters",
     "DMuonError",
+    "Layout",
     "Matrix",
     "Muon",
     "NonFiniteGradientError",
     "OwnershipError",
     "Plan",
     "SetupError",
+    "Split",
     "StateDictError",
     "clip_grad_norm_",
     "dedicate_params",

@@ -18,7 +18,7 @@ from dmuon.errors import SetupError
 from dmuon.owner_map import OwnerMap
 from dmuon.parameter import DedicatedParam
 from dmuon.partition import Matrix, Plan, make_plan
-from dmuon.selection import Predicate, is_hidden_matrix, select
+from dmuon.selection import Predicate, Splits, is_hidden_matrix, select
 
 
 def dedicate_params(  # noqa: PLR0913 - the public signature
@@ -30,6 +30,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     hook_boundary_predicate: Boundary | None = None,
+    splits: Splits | None = None,
     timeout: timedelta | None = None,
 ) -> Plan:
     """Give each parameter chosen by ``predicate`` one owner rank. Collective over ``mesh``.
@@ -40,7 +41,8 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     Args:
         model: the outermost module, before ``fully_shard``; may be on the meta device.
         mesh: 1D, or 2D named ``("replicate", "shard")``.
-        predicate: ``(name, parameter) -> bool``; must choose matrices ``(M, N)``.
+        predicate: ``(name, parameter) -> bool``; may choose matrices ``(M, N)``, stacks of
+            matrices ``(E, M, N)``, and the weights of convolutions (flattened, one matrix a group).
         replicate_mesh: the replicate axis, when ``mesh`` is the 1D shard axis of a 2D layout.
         reshard_after_forward: free the weights of other owners between forward and backward
             (less memory, one more broadcast) or keep them.
@@ -48,6 +50,8 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
             in, ``reduce_dtype`` that of gradients on their way. Master weights stay float32.
         hook_boundary_predicate: ``(module name, module) -> bool``; which modules make their
             matrices whole together. By default the modules given to ``fully_shard``.
+        splits: ``(name, parameter) -> dmuon.Split or None``: which parameters are several
+            projections side by side, each to be updated on its own; asked about all of them.
         timeout: of every collective of ours; by default that of the mesh's process group.
 
     Returns:
@@ -57,7 +61,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         SetupError: on every rank, for a wrong mesh, order of calls or choice of parameters, or
             when ranks disagree about the model.
     """
-    _check_arguments(model, predicate, mp_policy, hook_boundary_predicate)
+    _check_arguments(model, predicate, mp_policy, hook_boundary_predicate, splits)
     meshes.check_mesh(mesh, replicate_mesh)
     owner_map = meshes.make_owner_map(mesh, replicate_mesh, timeout or meshes.default_timeout(mesh))
     dedication = Dedication(
@@ -72,8 +76,8 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     )
     problem: Exception | None = None
     try:
-        _choose(dedication, predicate)
-    except Exception as error:  # a predicate of the user may raise anything
+        _choose(dedication, predicate, splits)
+    except Exception as error:  # functions of the user may raise anything
         problem = error
     _check_agreement(dedication, problem)
     for param in dedication.params:
@@ -84,12 +88,15 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
 
 
 def _check_arguments(
-    model: nn.Module, predicate: object, mp_policy: object, boundary: object
+    model: nn.Module, predicate: object, mp_policy: object, boundary: object, splits: object
 ) -> None:
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not callable(predicate) or not (boundary is None or callable(boundary)):
-        raise SetupError("predicate and hook_boundary_predicate are functions of (name, object)")
+    optional = (boundary, splits)
+    if not callable(predicate) or not all(f is None or callable(f) for f in optional):
+        raise SetupError(
+            "predicate, hook_boundary_predicate and splits are functions of (name, object)"
+        )
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise SetupError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}"
@@ -101,14 +108,14 @@ def _check_arguments(
         raise SetupError("there is no process group; call init_process_group or use torchrun first")
 
 
-def _choose(dedication: Dedication, predicate: Predicate) -> None:
-    """Local: what is dedicated, and to whom."""
+def _choose(dedication: Dedication, predicate: Predicate, splits: Splits | None) -> None:
+    """Local: what is dedicated, how it is split, and to whom it goes."""
     model = dedication.model
     _check_order(model)
-    dedication.params = select(model, predicate)
+    dedication.params = select(model, predicate, splits)
     blocks = [dedication.block_of(param) for param in dedication.params]
     matrices = [
-        Matrix(param.name, tuple(param.shape), block)
+        Matrix(param.name, tuple(param.shape), block, param.layout)
         for param, block in zip(dedication.params, blocks, strict=True)
     ]
     dedication.plan = make_plan(matrices, dedication.owner_map.num_owners)
@@ -149,7 +156,7 @@ def _check_agreement(dedication: Dedication, problem: Exception | None) -> None:
     if different:
         raise SetupError(
             f"ranks {different} of the mesh have another model, predicate or policy than rank 0 "
-            "(names, shapes, dtypes and settings must be equal on all ranks)"
+            "(names, shapes, splits, dtypes and settings must be equal on all ranks)"
         )
 
 

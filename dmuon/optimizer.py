@@ -13,10 +13,11 @@ from dmuon import dedication as dedications
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError, SetupError
-from dmuon.groups import Group, Named, make_groups
-from dmuon.muon_update import update_matrix_
+from dmuon.groups import Named, make_groups
+from dmuon.muon_update import Due, chunks, update_
 from dmuon.names import original_name
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
+from dmuon.parameter import DedicatedParam
 from dmuon.parcel import MASTER_DTYPE, Parcel
 
 
@@ -188,26 +189,27 @@ class Muon(torch.optim.Optimizer):
 
     def _step_owned(self) -> None:
         engine = self.dedication.engine
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
-        for parcel in self._parcels:
-            if parcel.master is None:
-                continue
-            for param, weight in zip(parcel.params, parcel.views(parcel.master), strict=True):
-                grad = engine.ledger.grad(param)
-                group = group_of.get(param.param)
-                if grad is None or group is None:
-                    continue
+        masters = {
+            param.param: (param, weight)
+            for parcel in self._parcels
+            if parcel.master is not None
+            for param, weight in zip(parcel.params, parcel.views(parcel.master), strict=True)
+        }
+        for group in self.param_groups:
+            due = [
+                self._due(param, weight, grad)
+                for param, weight in (masters[p] for p in group["params"] if p in masters)
+                if (grad := engine.ledger.grad(param)) is not None
+            ]
+            for chunk in chunks(due):
                 with record_function("dmuon::newton_schulz"):
-                    self._update(param.param, weight, grad, group)
-                engine.counters.newton_schulz += 1
+                    engine.counters.newton_schulz += update_(chunk, group)
 
-    def _update(
-        self, param: nn.Parameter, weight: torch.Tensor, grad: torch.Tensor, group: Group
-    ) -> None:
-        state = self.state[param]
+    def _due(self, param: DedicatedParam, weight: torch.Tensor, grad: torch.Tensor) -> Due:
+        state = self.state[param.param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, dtype=MASTER_DTYPE)
-        update_matrix_(weight, grad, state["momentum_buffer"], group)
+        return Due(weight, grad, state["momentum_buffer"], param.layout)
 
     def _check_same_parameters(self) -> None:
         """Refuse to train a model that was wrapped or changed after this optimizer was built."""

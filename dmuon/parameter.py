@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dmuon.layout import Layout
+
 
 @dataclass(eq=False)
 class DedicatedParam:
-    """One hidden matrix, as every rank sees it.
+    """One hidden matrix, or several in one parameter, as every rank sees it.
 
     The ``nn.Parameter`` stays registered for ever, so autograd hooks and optimizer keys hold. Where
     its values are not at hand it is a view of a single NaN: shapes stay true, memory is free, and
@@ -17,9 +19,11 @@ class DedicatedParam:
     Attributes:
         name: in the original model.
         sites: every ``(module, attribute)`` it is registered as; more than one when tied.
-        shape: ``(M, N)``.
+        shape: ``(M, N)``, or more dimensions.
         dtype: of the original parameter.
         owner: number of its owner.
+        layout: where its matrices are.
+        aliases: its other names, when tied.
     """
 
     name: str
@@ -27,6 +31,7 @@ class DedicatedParam:
     shape: torch.Size
     dtype: torch.dtype
     owner: int
+    layout: Layout
     aliases: list[str] = field(default_factory=list)
 
     @property

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dmuon.balance import Item, distribute
+from dmuon.layout import Layout, make_layout
 from dmuon.newton_schulz import newton_schulz_flops
 
 BYTES_OWNED_PER_ELEMENT = 8  # float32 master weight and float32 momentum
@@ -13,29 +16,42 @@ BYTES_OWNED_PER_ELEMENT = 8  # float32 master weight and float32 momentum
 
 @dataclass(frozen=True)
 class Matrix:
-    """What the plan needs to know about one hidden matrix.
+    """What the plan needs to know about one dedicated parameter, which may hold several matrices.
 
     Attributes:
         name: fully qualified, as in the original model's state dict.
-        shape: ``(M, N)``.
+        shape: of the parameter.
         block: the module whose matrices are sent together.
+        layout: where its matrices are; by default what the shape alone says: ``(M, N)`` is a
+            matrix, ``(E, M, N)`` a stack.
+
+    Raises:
+        SetupError: for a shape that holds no matrix, when no layout is given.
     """
 
     name: str
     shape: tuple[int, ...]
     block: str
+    layout: Layout = field(default=None)  # type: ignore[assignment]  # made from the shape
+
+    def __post_init__(self) -> None:
+        if self.layout is None:
+            object.__setattr__(self, "layout", make_layout(self.name, self.shape))
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        rows, columns = self.shape
-        return rows * columns
+        return math.prod(self.shape)
 
     @property
     def cost(self) -> int:
         """Newton-Schulz work of one update, in floating point operations."""
-        rows, columns = self.shape
-        return newton_schulz_flops(rows, columns)
+        return sum(B * newton_schulz_flops(m, n) for B, m, n in self.layout.parts)
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices one update orthogonalises."""
+        return self.layout.num_matrices
 
 
 @dataclass(frozen=True)
@@ -73,10 +89,15 @@ class Plan:
         return self._per_owner(sizes)
 
     @property
+    def num_matrices_per_owner(self) -> list[int]:
+        """How many matrices each owner orthogonalises in one step: experts, groups, parts."""
+        return self._per_owner([matrix.num_matrices for matrix in self.matrices])
+
+    @property
     def imbalance(self) -> float:
         """Newton-Schulz work of the busiest owner over the mean; 1.0 is perfect."""
         cost = self.cost_per_owner
-        return max(cost) * self.num_owners / sum(cost)
+        return max(cost) * self.num_owners / sum(cost) if self.matrices else 1.0
 
     def digest(self) -> str:
         """SHA-256 of the whole plan, to compare between ranks."""
@@ -89,30 +110,50 @@ class Plan:
             "imbalance": self.imbalance,
             "cost_per_owner": self.cost_per_owner,
             "bytes_per_owner": self.bytes_per_owner,
+            "num_matrices_per_owner": self.num_matrices_per_owner,
             "matrices": [
-                {"name": m.name, "shape": list(m.shape), "block": m.block, "owner": owner}
+                {
+                    "name": m.name,
+                    "shape": list(m.shape),
+                    "block": m.block,
+                    "owner": owner,
+                    "kind": m.layout.kind,
+                    "parts": [list(part) for part in m.layout.parts],
+                    "split_dim": None if m.layout.split is None else m.layout.split.dim,
+                }
                 for m, owner in zip(self.matrices, self.owners, strict=True)
             ],
         }
 
     def __str__(self) -> str:
-        width = max(len(matrix.name) for matrix in self.matrices)
-        lines = [f"{'matrix':{width}}  {'shape':>14}  owner  {'NS GFLOP':>9}"]
+        rows = [("matrix", "shape", "owner", "GFLOP", "MiB", "held as")]
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             shape = "x".join(map(str, matrix.shape))
-            lines.append(
-                f"{matrix.name:{width}}  {shape:>14}  {owner:5d}  {matrix.cost / 1e9:9.3f}"
+            work, size = f"{matrix.cost / 1e9:.3f}", f"{_mib(matrix):.2f}"
+            held_as = str(matrix.layout) if matrix.num_matrices > 1 else ""
+            rows.append((matrix.name, shape, str(owner), work, size, held_as))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:]), held_as]).rstrip()
+            for name, *cells, held_as in rows
+        ]
+        return "\n".join([*lines, *self._totals()])
+
+    def _totals(self) -> list[str]:
+        lines = [
+            f"owner {owner}: {self.owners.count(owner)} parameters with {count} matrices, "
+            f"{cost / 1e9:.3f} GFLOP of Newton-Schulz a step, "
+            f"{size / 2**20:.2f} MiB of weights and momentum"
+            for owner, (count, cost, size) in enumerate(
+                zip(
+                    self.num_matrices_per_owner,
+                    self.cost_per_owner,
+                    self.bytes_per_owner,
+                    strict=True,
+                )
             )
-        for owner, (cost, size) in enumerate(
-            zip(self.cost_per_owner, self.bytes_per_owner, strict=True)
-        ):
-            count = self.owners.count(owner)
-            lines.append(
-                f"owner {owner}: {count} matrices, {cost / 1e9:.3f} GFLOP a step, "
-                f"{size / 2**20:.1f} MiB of weights and momentum"
-            )
-        lines.append(f"busiest owner over the mean: {self.imbalance:.3f}")
-        return "\n".join(lines)
+        ]
+        return [*lines, f"busiest owner over the mean: {self.imbalance:.3f}"]
 
     def _per_owner(self, amounts: Sequence[int]) -> list[int]:
         totals = [0] * self.num_owners
@@ -121,32 +162,35 @@ class Plan:
         return totals
 
 
+def _mib(matrix: Matrix) -> float:
+    return matrix.numel * BYTES_OWNED_PER_ELEMENT / 2**20
+
+
 def make_plan(matrices: Sequence[Matrix], num_owners: int) -> Plan:
     """Give every matrix an owner.
 
-    Longest processing time first (Graham 1969) on the larger of an owner's shares of the
-    Newton-Schulz work and of the bytes; between equals the owner with the fewest bytes of the
-    same block, so that one block's broadcasts come from different ranks.
+    First each owner gets a number of matrices of each kind, so that Newton-Schulz work and bytes
+    are balanced (`dmuon.balance`). Which ones is then free: those of one block go to owners that
+    hold least of it, so that one block's broadcasts come from different ranks.
+
+    Raises:
+        ValueError: when there is no owner.
     """
     if num_owners < 1:
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")
-    total_cost = sum(matrix.cost for matrix in matrices) or 1
-    total_numel = sum(matrix.numel for matrix in matrices) or 1
-    cost, numel = [0] * num_owners, [0] * num_owners
+    items = [Item(matrix.cost, matrix.numel) for matrix in matrices]
+    places: dict[Item, Counter[int]] = {item: Counter() for item in items}
+    for owner, hands in enumerate(distribute(items, num_owners)):
+        for item, count in hands.items():
+            places[item][owner] = count
     in_block: Counter[tuple[str, int]] = Counter()
-    owners = [0] * len(matrices)
-    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i))
-    for index in order:
-        matrix = matrices[index]
-
-        def load(owner: int, matrix: Matrix = matrix) -> tuple[float, int, int]:
-            work = (cost[owner] + matrix.cost) / total_cost
-            memory = (numel[owner] + matrix.numel) / total_numel
-            return round(max(work, memory), 9), in_block[matrix.block, owner], owner
-
-        owner = min(range(num_owners), key=load)
-        owners[index] = owner
-        cost[owner] += matrix.cost
-        numel[owner] += matrix.numel
-        in_block[matrix.block, owner] += matrix.numel
+    owners = []
+    for matrix, item in zip(matrices, items, strict=True):
+        free, block = places[item], matrix.block
+        owner = min(free, key=lambda o: (in_block[block, o], -free[o], o))
+        owners.append(owner)
+        in_block[block, owner] += matrix.numel
+        free[owner] -= 1
+        if not free[owner]:
+            del free[owner]
     return Plan(tuple(matrices), tuple(owners), num_owners)
