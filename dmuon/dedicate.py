@@ -193,6 +193,7 @@ def _attach_to_model(dedication: Dedication) -> None:
     plain_zero_grad: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
+        dedication.reshard_symmetric()
         plain_zero_grad(set_to_none)
         if dedication.has_started:
             dedication.engine.zero_grad()

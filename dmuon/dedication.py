@@ -115,6 +115,13 @@ class Dedication:
         and would go on computing with those weights after they were updated.
         """
         self.engine.settle_weights()
+        self.reshard_symmetric()
+
+    def reshard_symmetric(self) -> None:
+        """Make ``model.parameters()`` give the sharded parameters, which have the gradients. Local.
+
+        After a forward without backward ``fully_shard`` shows whole ones that have none.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -118,6 +118,7 @@ def _dedication_of(model_or_optimizer: nn.Module | Muon) -> Dedication:
 
 def _symmetric_grads(dedication: Dedication) -> dict[str, torch.Tensor]:
     """What this rank holds of the gradients of symmetric parameters, by name."""
+    dedication.reshard_symmetric()
     grads = {
         original_name(name): param.grad
         for name, param in dedication.model.named_parameters()

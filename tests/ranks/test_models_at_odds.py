@@ -337,3 +337,29 @@ def test_groups_of_a_second_model_are_those_of_the_first() -> None:
         assert share(tokens(0), rank, 2).shape[0] == 6
 
     run_ranks(2, body)
+
+
+def test_clipping_and_zero_grad_after_an_evaluation_see_the_gradients_of_all_parameters() -> None:
+    """fully_shard shows whole parameters without gradients after a forward without backward."""
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            loss_of(model, tokens(9))
+
+    def body(rank: int) -> None:
+        model, alone = prepare(make_mesh(2)), build()
+        optimizer, formula = dmuon.Muon(model, ns_dtype=torch.float32), formula_for(alone)
+        backward(model, 5)
+        evaluate(model)
+        model.zero_grad()
+        backward(model, 0)
+        evaluate(model)
+        norm = dmuon.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        loss_of(alone, tokens(0)).backward()
+        expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        formula.step()
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+        expect_equal(dmuon.get_model_state_dict(model), alone)
+
+    run_ranks(2, body)
