@@ -1,13 +1,15 @@
 """Checks and copies that all ranks make together, so that an error is an error everywhere."""
 
 import hashlib
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dmuon.dedication import Dedication
-from dmuon.errors import StateDictError
+from dmuon.errors import SetupError, StateDictError
+from dmuon.names import original_name
 
 
 def gather_objects(dedication: Dedication, mine: object) -> list[Any]:
@@ -26,6 +28,52 @@ def raise_together(dedication: Dedication, what: str, problems: list[str]) -> No
     everyones = [line for lines in gather_objects(dedication, problems) for line in lines]
     if everyones:
         raise StateDictError(what, list(dict.fromkeys(everyones)))
+
+
+def check_same_plan(dedication: Dedication, problem: Exception | None) -> None:
+    """No rank may have a problem, all must hold the same plan. Collective over the mesh.
+
+    Args:
+        dedication: with its parameters and plan, on a rank without a problem.
+        problem: what this rank failed with.
+
+    Raises:
+        SetupError: on every rank, naming the rank that failed or what is different where.
+    """
+    failures = gather_objects(
+        dedication, None if problem is None else f"{type(problem).__name__}: {problem}"
+    )
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise SetupError(f"rank {rank} of the mesh failed, so nothing was dedicated: {text}")
+    mine = _model_lines(dedication)
+    digests = gather_objects(dedication, hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first_ranks = gather_objects(dedication, mine if dedication.owner_map.rank == 0 else None)[0]
+    found = zip_longest(first_ranks, mine, fillvalue="nothing")
+    here = next((f"{ours} instead of {theirs}" for theirs, ours in found if ours != theirs), None)
+    differences = gather_objects(dedication, here)
+    shown = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(differences) if text)
+    raise SetupError(
+        "the ranks of the mesh have different models, predicates or settings, which must be equal "
+        f"everywhere. First differences from rank 0: {shown}"
+    )
+
+
+def _model_lines(dedication: Dedication) -> list[str]:
+    """Everything that must be equal on all ranks, a line each."""
+    layouts = {param.name: f", dedicated as {param.layout}" for param in dedication.params}
+    lines = []
+    for full_name, param in dedication.model.named_parameters():
+        name = original_name(full_name)
+        frozen = "" if param.requires_grad else ", frozen"
+        lines.append(f"{name} {list(param.shape)} {param.dtype}{frozen}{layouts.get(name, '')}")
+    blocks = sorted({f"block {matrix.block!r}" for matrix in dedication.plan.matrices})
+    settings = f"reshard_after_forward={dedication.reshard_after_forward}, {dedication.mp_policy}"
+    return [*lines, *blocks, settings, f"plan {dedication.plan.digest()}"]
 
 
 class Courier:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from dmuon import dedication as dedications
 from dmuon import mesh as meshes
 from dmuon import torch_internals, wrapping
+from dmuon.agreement import check_same_plan
 from dmuon.dedication import Boundary, Dedication
 from dmuon.errors import SetupError
 from dmuon.owner_map import OwnerMap
@@ -79,7 +79,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         _choose(dedication, predicate, splits)
     except Exception as error:  # functions of the user may raise anything
         problem = error
-    _check_agreement(dedication, problem)
+    check_same_plan(dedication, problem)
     for param in dedication.params:
         param.owner = dedication.plan.owner_of(param.name)
         _keep_or_drop(param, owner_map, dedication.device)
@@ -112,6 +112,7 @@ def _choose(dedication: Dedication, predicate: Predicate, splits: Splits | None)
     """Local: what is dedicated, how it is split, and to whom it goes."""
     model = dedication.model
     _check_order(model)
+    _check_device(model, dedication.device)
     dedication.params = select(model, predicate, splits)
     blocks = [dedication.block_of(param) for param in dedication.params]
     matrices = [
@@ -135,29 +136,13 @@ def _check_order(model: nn.Module) -> None:
             )
 
 
-def _check_agreement(dedication: Dedication, problem: Exception | None) -> None:
-    """Collective over the mesh: no rank may have a problem, all must hold the same plan."""
-    group = dedication.owner_map.everyone
-    problems: list[str | None] = [None] * dedication.owner_map.num_owners
-    mine_failed = None if problem is None else f"{type(problem).__name__}: {problem}"
-    dist.all_gather_object(problems, mine_failed, group=group)
-    if problem is not None:
-        raise problem
-    failed = {rank: text for rank, text in enumerate(problems) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise SetupError(f"rank {rank} of the mesh failed, so nothing was dedicated: {text}")
-    dtypes = [str(param.dtype) for param in dedication.params]
-    policy = (str(dedication.mp_policy), dedication.reshard_after_forward)
-    mine = (dedication.plan.digest(), dtypes, policy)
-    digests: list[Any] = [None] * dedication.owner_map.num_owners
-    dist.all_gather_object(digests, mine, group=group)
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise SetupError(
-            f"ranks {different} of the mesh have another model, predicate or policy than rank 0 "
-            "(names, shapes, splits, dtypes and settings must be equal on all ranks)"
-        )
+def _check_device(model: nn.Module, device: torch.device) -> None:
+    for name, param in model.named_parameters():
+        if param.device.type not in ("cpu", "meta", device.type):
+            raise SetupError(
+                f"{name} is on {param.device}, the mesh on {device.type}; make the mesh for the "
+                "device the model trains on: init_device_mesh(device_type, shape)"
+            )
 
 
 def _keep_or_drop(param: DedicatedParam, owner_map: OwnerMap, device: torch.device) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.errors import SetupError
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -188,4 +190,10 @@ def _own_group(
 def _control_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
     if len(ranks) == 1 or not dist.is_gloo_available():
         return None
-    return _own_group("control", ranks, timeout, backend="gloo")
+    try:
+        return _own_group("control", ranks, timeout, backend="gloo")
+    except RuntimeError as error:
+        raise SetupError(
+            "the ranks could not make a gloo group, over which they compare their calls; set "
+            f"GLOO_SOCKET_IFNAME to the network interface that joins them ({error})"
+        ) from error

@@ -1,5 +1,7 @@
 """Wrong set-up is refused by name, on every rank, before anything changes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from ranks_runner import run_ranks
@@ -75,11 +77,32 @@ def test_something_that_is_no_mesh() -> None:
     refuse(1, "DeviceMesh", lambda rank: dmuon.dedicate_params(build(), "cpu"))  # type: ignore[arg-type]
 
 
-def test_ranks_with_different_models() -> None:
+def test_ranks_with_different_models_are_told_where() -> None:
     def attempt(rank: int) -> None:
         dmuon.dedicate_params(build(num_layers=2 + rank), make_mesh(2), predicate=is_proj)
 
-    refuse(2, r"ranks \[1\] of the mesh have another model", attempt)
+    refuse(2, r"rank 1 has layers\.2\.norm1\.weight \[24\] .* instead of norm\.weight", attempt)
+
+
+def test_ranks_with_different_predicates_dtypes_and_settings_are_told_which() -> None:
+    def attempt(what: str) -> Callable[[int], None]:
+        def on(rank: int) -> None:
+            model, odd = build(), rank == 1
+            if what == "dtype" and odd:
+                model.layers[1].bfloat16()
+            if what == "frozen" and odd:
+                model.layers[0].k_proj.requires_grad_(False)
+            is_chosen = (lambda n, p: "q_proj" in n) if what == "predicate" and odd else is_proj
+            dmuon.dedicate_params(
+                model, make_mesh(2), is_chosen, reshard_after_forward=what != "policy" or not odd
+            )
+
+        return on
+
+    refuse(2, r"rank 1 has layers\.1\.norm1\.weight \[24\] torch.bfloat16 inst", attempt("dtype"))
+    refuse(2, r"rank 1 has layers\.0\.k_proj\.weight .*, frozen, ded", attempt("frozen"))
+    refuse(2, r"rank 1 has layers\.0\.k_proj\.weight \[24, 24\] torch", attempt("predicate"))
+    refuse(2, "rank 1 has reshard_after_forward=False", attempt("policy"))
 
 
 def test_muon_before_fully_shard() -> None:
