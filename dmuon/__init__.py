@@ -19,7 +19,11 @@ from dmuon.gradients import (
 from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
 from dmuon.layout import Layout, Split
 from dmuon.model_state import get_model_state_dict, set_model_state_dict
-from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
+from dmuon.newton_schulz import (
+    CLASSIC_COEFFICIENTS,
+    POLAR_EXPRESS_COEFFICIENTS,
+    newton_schulz,
+)
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon.partition import Matrix, Plan, make_plan
@@ -28,6 +32,7 @@ from dmuon.selection import is_hidden_matrix
 __version__ = "0.1.0"
 
 __all__ = [
+    "CLASSIC_COEFFICIENTS",
     "POLAR_EXPRESS_COEFFICIENTS",
     "CollectiveError",
     "Counters",
