@@ -77,7 +77,7 @@ def test_work_is_balanced_wherever_three_of_the_costliest_make_a_fair_share(name
     for num_owners in fitting:
         plan = make_plan(matrices, num_owners)
         assert plan.imbalance <= 1.1, num_owners
-        assert max(plan.bytes_per_owner) * num_owners <= 1.25 * sum(plan.bytes_per_owner)
+        assert max(plan.bytes_per_owner) * num_owners <= 1.3 * sum(plan.bytes_per_owner)
 
 
 def test_a_plan_of_many_matrices_over_many_owners_is_balanced() -> None:
