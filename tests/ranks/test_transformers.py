@@ -1,96 +1,99 @@
-"""Models of the transformers library, tiny and never downloaded, against one process."""
+"""Decoders of the transformers library, tiny and never downloaded, against one process."""
 
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from one_process import Batch, Training, assert_equals_one_process
 from ranks_runner import run_ranks
-from tiny import FormulaMuon
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from wrapped import make_mesh
 
 import dmuon
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 41}
+VOCAB = 41
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+INIT = {"initializer_range": 0.2}  # with 0.02 attention is flat: gradients of queries are rounding
 
 
 def llama(tied: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SMALL, **HEADS, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**WIDTHS, **HEADS, **INIT, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config)
 
 
+def tied_llama() -> nn.Module:
+    return llama(tied=True)
+
+
 def qwen3() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SMALL, **HEADS, head_dim=8, tie_word_embeddings=True)
+    config = transformers.Qwen3Config(
+        **WIDTHS, **HEADS, **INIT, head_dim=8, tie_word_embeddings=True
+    )
     return transformers.Qwen3ForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
-    torch.manual_seed(0)
     options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=41, n_positions=16, **options
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=16, **options, **INIT
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def layers_of(model: nn.Module) -> nn.ModuleList:
+def layers_of(model: Any) -> nn.ModuleList:
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-def wrap(model: nn.Module, *shape: int) -> nn.Module:
-    mesh = make_mesh(*shape)
-    dmuon.dedicate_params(model, mesh)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+def batch(step: int) -> Batch:
+    rows = torch.randint(0, VOCAB, (8, 12), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": rows, "labels": rows}
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randint(0, 41, (8, 12), generator=torch.Generator().manual_seed(step))
+Make = Callable[[], nn.Module]
 
 
+def training(make: Make) -> Training:
+    return Training(make, batch, layers_of)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), qwen3, gpt2])
-def test_training_equals_one_process(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    def body(rank: int) -> None:
-        alone = make()
-        start = copy.deepcopy(alone.state_dict())
-        model = wrap(copy.deepcopy(alone), *shape)
-        dedicated = set(dmuon.get_dedicated_params(model))
-        assert len(dedicated) == (8 if hasattr(model, "transformer") else 14)
-        optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
-        formula = FormulaMuon(
-            alone,
-            is_muon=lambda name, param: name in dedicated,
-            coefficients=list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5]),
-        )
-        world_size = int(torch.tensor(shape).prod())
-        for step in range(3):
-            rows = batch(step)
-            part = rows.chunk(world_size)[rank]
-            model(input_ids=part, labels=part).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            alone(input_ids=rows, labels=rows).loss.backward()
-            formula.step()
-        state = dmuon.get_model_state_dict(model)
-        assert list(state) == list(alone.state_dict())
-        for name, value in alone.state_dict().items():
-            change, off = (value - start[name]).norm(), (state[name] - value).norm()
-            assert off <= 1e-3 * change + 1e-6, f"{name}: changed by {change}, off by {off}"
+@pytest.mark.parametrize("make", [llama, tied_llama, qwen3, gpt2])
+def test_training_equals_one_process(make: Make, shape: tuple[int, ...], reshard: bool) -> None:
+    assert_equals_one_process(training(make), shape, reshard)
 
-    run_ranks(int(torch.tensor(shape).prod()), body)
+
+@pytest.mark.parametrize(("make", "num"), [(llama, 14), (tied_llama, 14), (qwen3, 14), (gpt2, 8)])
+def test_the_matrices_of_every_layer_and_nothing_else_have_owners(make: Make, num: int) -> None:
+    def body(rank: int) -> None:
+        names = dmuon.get_dedicated_params(training(make).wrap((1,)))
+        layers = [name for name in names if ".h." in name or ".layers." in name]
+        assert len(names) == len(layers) == num
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])
+@pytest.mark.parametrize(("shape", "reshard"), [((2,), False), ((2, 2), True)], ids=str)
+@pytest.mark.parametrize("make", [tied_llama, gpt2])
+def test_checkpointed_layers_equal_one_process(
+    make: Make, shape: tuple[int, ...], reshard: bool, reentrant: bool
+) -> None:
+    def checkpointed() -> nn.Module:
+        model = make()
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
+        assert all(layer.gradient_checkpointing for layer in layers_of(model))
+        return model
+
+    assert_equals_one_process(training(checkpointed), shape, reshard)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -100,11 +103,11 @@ def test_a_pretrained_folder_loads_exactly_and_our_dict_opens_again(
     from safetensors.torch import load_file
 
     original = llama(tied)
+    fresh = llama(tied)  # other random weights
     original.save_pretrained(tmp_path / "given")
 
     def body(rank: int) -> None:
-        torch.manual_seed(1)
-        model = wrap(transformers.LlamaForCausalLM(original.config), 2)
+        model = Training(lambda: fresh, batch, layers_of).wrap((2,))
         given = load_file(tmp_path / "given" / "model.safetensors")
         if tied:  # the folder holds a tied weight once
             given["lm_head.weight"] = given["model.embed_tokens.weight"]
@@ -115,11 +118,11 @@ def test_a_pretrained_folder_loads_exactly_and_our_dict_opens_again(
             again.load_state_dict(state, strict=True)
             again.save_pretrained(tmp_path / "ours")
         with torch.no_grad():
-            logits = model(input_ids=batch(0)).logits
-            torch.testing.assert_close(logits, original(input_ids=batch(0)).logits)
+            logits = model(input_ids=batch(0)["input_ids"]).logits
+            torch.testing.assert_close(logits, original(input_ids=batch(0)["input_ids"]).logits)
 
     run_ranks(2, body)
     opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
     with torch.no_grad():
-        expected = original(input_ids=batch(0)).logits
-        assert torch.equal(opened(input_ids=batch(0)).logits, expected)
+        expected = original(input_ids=batch(0)["input_ids"]).logits
+        assert torch.equal(opened(input_ids=batch(0)["input_ids"]).logits, expected)
