@@ -55,6 +55,7 @@ class Training:
     layers: Callable[[Any], Iterable[nn.Module]]
     loss: Callable[[nn.Module, Batch], torch.Tensor] = call
     predicate: Callable[[str, nn.Parameter], bool] = dmuon.is_hidden_matrix
+    splits: Callable[[str, nn.Parameter], dmuon.Split | None] = lambda name, param: None
     finish: Callable[[Any], nn.Module] = lambda model: model
     alone: Callable[[], nn.Module] | None = None
     bound: float = BOUND
@@ -70,7 +71,9 @@ class Training:
     def wrap(self, shape: tuple[int, ...], reshard: bool = True) -> nn.Module:
         mesh = make_mesh(*shape)
         model = self.build()
-        dmuon.dedicate_params(model, mesh, self.predicate, reshard_after_forward=reshard)
+        dmuon.dedicate_params(
+            model, mesh, self.predicate, splits=self.splits, reshard_after_forward=reshard
+        )
         for layer in self.layers(model):
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh)
@@ -114,8 +117,18 @@ def _compare(
     state: dict[str, torch.Tensor],
 ) -> None:
     alone = training.build_alone()
+
+    def split(name: str, param: nn.Parameter) -> tuple[tuple[int, ...], int] | None:
+        declared = training.splits(name, param)
+        return (
+            None
+            if declared is None
+            else (declared.sizes_of(param.shape[declared.dim - 2]), declared.dim)
+        )
+
     formula = FormulaMuon(
         alone,
+        split=split,
         is_muon=lambda name, param: name in dedicated,
         coefficients=list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5]),
         adamw_eps=ADAMW_EPS,

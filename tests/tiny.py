@@ -1,7 +1,7 @@
 """A small real model, its data, and the one-process answers that distributed runs must match."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,13 +75,18 @@ def share(rows: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 class FormulaMuon:
-    """Muon and AdamW written out from the formulas, in plain loops, for one process."""
+    """Muon and AdamW written out from the formulas, in plain loops, for one process.
+
+    Args:
+        split: ``(name, param) -> (sizes, dim)``: the parts of each matrix of a fused projection.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         *,
         is_muon: Callable[[str, nn.Parameter], bool] = is_proj,
+        split: Callable[[str, nn.Parameter], tuple[Sequence[int], int] | None] | None = None,
         lr: float = 0.02,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -95,6 +100,9 @@ class FormulaMuon:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.named = [(n, p, is_muon(n, p)) for n, p in model.named_parameters()]
+        self.split = split or (lambda name, param: None)
+        convolutions = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d)]
+        self.groups_of = {convolution.weight: convolution.groups for convolution in convolutions}
         self.lr, self.momentum, self.nesterov, self.decay = lr, momentum, nesterov, weight_decay
         self.coefficients, self.adjust, self.dtype = coefficients, adjust, dtype
         self.adamw_lr, self.betas, self.adamw_eps = adamw_lr, betas, adamw_eps
@@ -114,6 +122,29 @@ class FormulaMuon:
         buf = self.state.setdefault(name, {"buf": torch.zeros_like(W)})["buf"]
         buf.copy_(self.momentum * buf + grad)
         u = grad + self.momentum * buf if self.nesterov else buf
+        W.mul_(1 - self.lr * self.decay)
+        for W_MN, u_MN in zip(self._matrices(name, W, W), self._matrices(name, W, u), strict=True):
+            W_MN.sub_(self.lr * self._scale(*W_MN.shape) * self._orthogonal(u_MN))
+
+    def _matrices(self, name: str, W: nn.Parameter, values: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a parameter shaped as ``W``: of each expert, of each group, each part."""
+        if W in self.groups_of:
+            matrices = list(values.view(self.groups_of[W], -1, W[0].numel()))
+        else:
+            matrices = [values] if W.ndim == 2 else list(values)
+        split = self.split(name, W)
+        if split is None:
+            return matrices
+        return [part for matrix in matrices for part in matrix.split(list(split[0]), split[1])]
+
+    def _scale(self, m: int, n: int) -> float:
+        return {
+            "match_rms_adamw": 0.2 * math.sqrt(max(m, n)),
+            "original": math.sqrt(max(1.0, m / n)),
+            None: 1.0,
+        }[self.adjust]
+
+    def _orthogonal(self, u: torch.Tensor) -> torch.Tensor:
         X = u.to(self.dtype)
         tall = X.shape[0] > X.shape[1]
         X = X.T if tall else X
@@ -121,14 +152,7 @@ class FormulaMuon:
         for a, b, c in self.coefficients:
             A = X @ X.T
             X = a * X + b * (A @ X) + c * (A @ (A @ X))
-        X = (X.T if tall else X).to(W.dtype)
-        m, n = W.shape
-        scale = {
-            "match_rms_adamw": 0.2 * math.sqrt(max(m, n)),
-            "original": math.sqrt(max(1.0, m / n)),
-            None: 1.0,
-        }[self.adjust]
-        W.mul_(1 - self.lr * self.decay).sub_(self.lr * scale * X)
+        return (X.T if tall else X).to(u.dtype)
 
     def _adamw(self, name: str, p: nn.Parameter, grad: torch.Tensor) -> None:
         state = self.state.setdefault(name, {"m": torch.zeros_like(p), "v": torch.zeros_like(p)})

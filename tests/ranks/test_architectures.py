@@ -230,16 +230,8 @@ def not_yet(reason: str) -> pytest.MarkDecorator:
             "proj_out.weight",
             marks=not_yet("an output head that is called proj_out is taken for a hidden matrix"),
         ),
-        pytest.param(
-            gpt_oss,
-            "model.layers.0.mlp.experts.down_proj_bias",
-            marks=not_yet("the biases of all experts, (E, n), are taken for a matrix"),
-        ),
-        pytest.param(
-            mamba,
-            "backbone.layers.0.mixer.A_log",
-            marks=not_yet("the decay rates of a state space, (n, states), are taken for a matrix"),
-        ),
+        (gpt_oss, "model.layers.0.mlp.experts.down_proj_bias"),
+        (mamba, "backbone.layers.0.mixer.A_log"),
     ],
 )
 def test_the_default_choice_leaves_to_adamw_what_is_no_hidden_matrix(make: Make, name: str) -> None:

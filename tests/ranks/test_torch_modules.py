@@ -1,5 +1,6 @@
 """Modules of torch.nn, and weights that are computed from others, against one process."""
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from one_process import Batch, Training, assert_equals_one_process
 from torch import nn
 from torch.nn.utils import parametrizations
+
+import dmuon
 
 WIDTH = 16
 Make = Callable[[], nn.Module]
@@ -76,6 +79,12 @@ def attention() -> nn.Module:
 def attention_apart() -> nn.Module:
     apart = nn.MultiheadAttention(WIDTH, 2, kdim=8, vdim=4, batch_first=True)
     return Calling(apart, lambda inner, x: inner(x, x[..., :8], x[..., :4])[0])
+
+
+def convolutions() -> nn.Module:
+    """Over the sequence: plain, in groups, and depthwise, which is no hidden matrix."""
+    kinds = [nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=groups) for groups in (1, 4, WIDTH)]
+    return Calling(nn.Sequential(*kinds), lambda inner, x: inner(x.mT).mT)
 
 
 def lstm() -> nn.Module:
@@ -162,6 +171,7 @@ BLOCKS: dict[str, Make] = {
     "decoder": decoder,
     "attention": attention,
     "attention apart": attention_apart,
+    "convolutions": convolutions,
     "lstm": lstm,
     "gru": gru,
     "bilinear": bilinear,
@@ -192,3 +202,13 @@ def test_training_equals_one_process(name: str, shape: tuple[int, ...], reshard:
 @pytest.mark.parametrize(("shape", "reshard"), [((3,), True), ((2, 2), False)], ids=str)
 def test_one_module_under_two_names(shape: tuple[int, ...], reshard: bool) -> None:
     assert_equals_one_process(training(Twice), shape, reshard)
+
+
+def thirds(name: str, param: nn.Parameter) -> dmuon.Split | None:
+    return dmuon.Split(WIDTH) if name.endswith("in_proj_weight") else None
+
+
+@pytest.mark.parametrize(("shape", "reshard"), [((3,), True), ((2, 2), False)], ids=str)
+def test_a_fused_projection_whose_parts_are_declared(shape: tuple[int, ...], reshard: bool) -> None:
+    declared = dataclasses.replace(training(attention), splits=thirds)
+    assert_equals_one_process(declared, shape, reshard)

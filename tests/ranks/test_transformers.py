@@ -69,6 +69,15 @@ def test_training_equals_one_process(make: Make, shape: tuple[int, ...], reshard
     assert_equals_one_process(training(make), shape, reshard)
 
 
+def fused(name: str, param: nn.Parameter) -> dmuon.Split | None:
+    return dmuon.Split((32, 32, 32), dim=1) if name.endswith("c_attn.weight") else None
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_a_fused_projection_whose_parts_are_declared(shape: tuple[int, ...]) -> None:
+    assert_equals_one_process(Training(gpt2, batch, layers_of, splits=fused), shape)
+
+
 @pytest.mark.parametrize(("make", "num"), [(llama, 14), (tied_llama, 14), (qwen3, 14), (gpt2, 8)])
 def test_the_matrices_of_every_layer_and_nothing_else_have_owners(make: Make, num: int) -> None:
     def body(rank: int) -> None:
