@@ -66,7 +66,7 @@ def compile_whole(model: nn.Module) -> Any:
         (compile_whole, (2,), True),
         (compile_whole, (2, 2), False),
     ],
-    ids=str,
+    ids=["blocks", "whole", "whole on a grid"],
 )
 def test_compiled_after_wrapping(
     compiled: Callable[[nn.Module], nn.Module], shape: tuple[int, ...], reshard: bool
