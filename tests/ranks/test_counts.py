@@ -1,0 +1,154 @@
+"""What a step costs, counted by ourselves and, beside us, at torch's own dispatcher."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks_runner import run_ranks
+from tiny import loss_of, share, tokens
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from wrapped import make_mesh, prepare
+
+import dmuon
+
+FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
+NUM_MICRO_BATCHES = 3
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of the tensors of every collective that anybody starts in this thread, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2].strip("_")
+            # of the all-to-all, (received, sent, ...), what is sent
+            given = args[1] if name.startswith("alltoall") else args[0]
+            tensors = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def micro_batches(model: nn.Module, no_sync: bool) -> Iterator[None]:
+    """Forward and backward of each part of a step's batch."""
+    rows = share(tokens(0), dist.get_rank(), dist.get_world_size())
+    for index, part in enumerate(rows.tensor_split(NUM_MICRO_BATCHES)):
+        is_last = index == NUM_MICRO_BATCHES - 1
+        with dmuon.no_sync(model) if no_sync and not is_last else nullcontext():
+            (loss_of(model, part) / NUM_MICRO_BATCHES).backward()
+        yield
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[Counter[str]]:
+    """Our own count of bytes by kind, of what happens within."""
+    counters = dmuon.get_counters(model)
+    before, grown = Counter(counters.bytes), Counter[str]()
+    yield grown
+    grown.update(counters.bytes - before)
+
+
+@pytest.mark.parametrize("no_sync", [True, False], ids=["no_sync", "every micro-batch"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["2", "2x2"])
+def test_newton_schulz_runs_once_a_matrix_and_step(shape: tuple[int, ...], no_sync: bool) -> None:
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(*shape))
+        optimizer = dmuon.Muon(model)
+        counters = dmuon.get_counters(model)
+        for steps in range(1, 4):
+            for _ in micro_batches(model, no_sync):
+                pass
+            optimizer.step()
+            optimizer.zero_grad()
+            assert counters.newton_schulz == steps * len(dmuon.get_owned_params(model))
+        total = torch.tensor(counters.newton_schulz)
+        dist.all_reduce(total)
+        assert int(total) == 3 * len(dmuon.get_dedicated_params(model)) == 3 * 18
+
+    run_ranks(math.prod(shape), body)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,), (3,), (1, 2), (2, 1), (2, 2)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_bytes_of_a_step_are_those_of_the_formula(shape: tuple[int, ...]) -> None:
+    """Unshard along the row, reduce along row and column, publish along the column.
+
+    ``step()`` itself publishes on a grid, and on a single row communicates nothing at all.
+    """
+    num_rows, num_columns = shape if len(shape) == 2 else (1, *shape)
+
+    def check(rank: int, reshard: bool) -> None:
+        model = prepare(make_mesh(*shape), reshard)
+        optimizer = dmuon.Muon(model)
+        everything = sizes_of(model, lambda owner: True)
+        column = sizes_of(model, lambda owner: owner % num_columns == rank % num_columns)
+        reduced = sum(everything) if num_columns > 1 else 0
+        reduced += sum(column) if num_rows > 1 else 0
+        published = column[0] if num_rows > 1 else 0
+        for no_sync in (True, False):
+            with counted(model) as ours, Collectives() as seen:
+                for _ in micro_batches(model, no_sync):
+                    pass
+                dmuon.clip_grad_norm_(model, math.inf)
+            with counted(model) as ours_of_step, Collectives() as seen_of_step:
+                optimizer.step()
+                optimizer.zero_grad()
+                dmuon.wait_all_replicate_broadcasts(model)
+            unshards = NUM_MICRO_BATCHES * (2 if reshard else 1) * (num_columns > 1)
+            reductions = 1 if no_sync else NUM_MICRO_BATCHES
+            expected = Counter(
+                broadcast=unshards * everything[0],
+                all_to_all=reductions * reduced,
+                all_reduce=FLOAT,  # of the norm
+            )
+            assert ours == +expected
+            assert seen.bytes["broadcast"] == expected["broadcast"]
+            assert seen.bytes["alltoall_base"] == expected["all_to_all"]
+            assert ours_of_step == +Counter(publish=published)
+            assert seen_of_step.bytes == +Counter(broadcast=published)
+
+    def body(rank: int) -> None:
+        check(rank, reshard=True)
+        check(rank, reshard=False)
+
+    run_ranks(math.prod(shape), body)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["2", "2x2"])
+def test_step_alone_brings_in_no_gradients_on_one_row(shape: tuple[int, ...]) -> None:
+    """Without clipping before it: on a grid the second leg of the reductions is left to it."""
+
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(*shape))
+        optimizer = dmuon.Muon(model)
+        for _ in micro_batches(model, no_sync=True):
+            pass
+        with Collectives() as seen:
+            optimizer.step()
+        assert set(seen.bytes) == ({"broadcast", "alltoall_base"} if len(shape) == 2 else set())
+
+    run_ranks(math.prod(shape), body)
+
+
+def sizes_of(model: nn.Module, is_included: Callable[[int], bool]) -> tuple[int, int]:
+    """Bytes of the matrices of some owners, and of the flags that travel with gradients."""
+    params = [
+        param
+        for owner in range(dist.get_world_size())
+        if is_included(owner)
+        for param in dmuon.get_owned_params(model, owner).values()
+    ]
+    return sum(param.numel() for param in params) * FLOAT, len(params) * FLAG
