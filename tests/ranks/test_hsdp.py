@@ -1,13 +1,13 @@
 """Publishing to replicas: really asynchronous, never seen half done, equal on all of them.
 
-To make a publish late on purpose, one rank (``LATE``) begins its ``step()`` only when another has
-finished its own and waits for what the late one owns. That is told by events, so these tests find
-out the same on any machine however busy it is.
+To make a publish late on purpose, one rank begins its ``step()`` only when another has finished its
+own and waits for what the late one owns. That is told by events, so these tests find out the same
+on any machine however busy it is.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -26,15 +26,10 @@ from wrapped import backward, make_mesh, prepare
 import dmuon
 from dmuon.parcel import Parcel
 
-LATE = 0
 PATIENCE_S = 20.0
 ROWS = tokens(77)[:, :-1]  # of no training step
 POLAR_EXPRESS = list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5])
 GRIDS = pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
-
-
-def event() -> Event:
-    return mp.get_context("fork").Event()
 
 
 class Watched:
@@ -66,18 +61,34 @@ def watching_publishes(is_awaited: Event) -> Iterator[None]:
         dist.broadcast = broadcast
 
 
-def step_with_a_late_owner(optimizer: dmuon.Muon, may_begin: Event) -> None:
-    """``step()``; the late rank's begins when ``may_begin`` is set.
+class LateOwner:
+    """Rank 0, whose step begins when its peer, the same column's next replica, lets it.
 
-    Afterwards the other replica waits for nothing before it needs the weights, and by that sets
-    ``may_begin``. Gradients must have been settled.
+    The peer finishes its own step first; then it lets the owner begin by waiting for what its
+    step has begun to receive, or by ``release``. Gradients must have been settled before.
     """
-    if dist.get_rank() == LATE:
-        assert may_begin.wait(PATIENCE_S), "nobody waits for the owner"
-        optimizer.step()
-        return
-    with watching_publishes(may_begin):
-        optimizer.step()
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._num_columns = shape[1]
+        self.may_begin = mp.get_context("fork").Event()
+
+    @property
+    def is_me(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def is_my_peer(self) -> bool:
+        return dist.get_rank() == self._num_columns
+
+    def step(self, optimizer: dmuon.Muon) -> None:
+        if self.is_me:
+            assert self.may_begin.wait(PATIENCE_S), "nobody waits for the owner"
+        with watching_publishes(self.may_begin) if self.is_my_peer else nullcontext():
+            optimizer.step()
+
+    def release(self) -> None:
+        if self.is_my_peer:
+            self.may_begin.set()
 
 
 def evaluate(model: nn.Module) -> torch.Tensor:
@@ -94,23 +105,19 @@ def prepare_gradients(shape: tuple[int, ...], reshard: bool = True) -> tuple[nn.
     return model, optimizer
 
 
-def is_of_other_replica(shape: tuple[int, ...]) -> bool:
-    return dist.get_rank() // shape[1] != LATE // shape[1]
-
-
 @GRIDS
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 def test_an_evaluation_after_step_waits_for_a_late_owner(
     shape: tuple[int, ...], reshard: bool
 ) -> None:
-    may_begin = event()
+    late = LateOwner(shape)
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients(shape, reshard)
         before = evaluate(model)
-        step_with_a_late_owner(optimizer, may_begin)
+        late.step(optimizer)
         at_once = evaluate(model)
-        may_begin.set()  # had nobody waited, the evaluation is over and was stale
+        late.release()  # had nobody waited, the evaluation is over and was stale
         dmuon.wait_all_replicate_broadcasts(model)
         dist.barrier()
         assert (at_once - before).abs().max() > 1e-3
@@ -121,20 +128,20 @@ def test_an_evaluation_after_step_waits_for_a_late_owner(
 
 def test_it_is_the_drain_that_makes_an_evaluation_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same without it: what the other replica computes with is stale."""
-    may_begin = event()
+    late = LateOwner((2, 1))
     drain = Parcel.drain
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients((2, 1))
-        if rank != LATE:
+        if late.is_my_peer:
             monkeypatch.setattr(Parcel, "drain", lambda parcel: None)
-        step_with_a_late_owner(optimizer, may_begin)
+        late.step(optimizer)
         at_once = evaluate(model)
-        may_begin.set()
+        late.release()
         monkeypatch.setattr(Parcel, "drain", drain)
         dmuon.wait_all_replicate_broadcasts(model)
         dist.barrier()
-        assert torch.equal(at_once, evaluate(model)) == (rank == LATE)
+        assert torch.equal(at_once, evaluate(model)) == late.is_me
 
     run_ranks(2, body)
 
@@ -145,42 +152,37 @@ def test_step_waits_for_other_owners_only_when_told_to(
     shape: tuple[int, ...], replicate_async: bool
 ) -> None:
     """A step of another replica is over before the owner begins its own, or it is not."""
-    is_over, waits = event(), event()
+    late = LateOwner(shape)
+    is_over = mp.get_context("fork").Event()
 
     def body(rank: int) -> None:
         _, optimizer = prepare_gradients(shape)
         optimizer.replicate_async = replicate_async
-        source = is_of_other_replica(shape) and rank % shape[1] == LATE % shape[1]
-        if rank == LATE:
-            assert waits.wait(PATIENCE_S)
+        if late.is_me:
+            assert late.may_begin.wait(PATIENCE_S)
             assert is_over.is_set() == replicate_async
-            optimizer.step()
-        elif source:
-            with watching_publishes(waits):
-                optimizer.step()
+        late.step(optimizer)
+        if late.is_my_peer:
             is_over.set()
-            waits.set()
-        else:
-            optimizer.step()
+        late.release()
 
     run_ranks(math.prod(shape), body)
 
 
 def test_waiting_by_hand_brings_the_weights_of_a_late_owner() -> None:
-    may_begin = event()
+    late = LateOwner((2, 1))
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients((2, 1))
         params = dmuon.get_dedicated_params(model)
         before = {name: param.detach().clone() for name, param in params.items()}
-        step_with_a_late_owner(optimizer, may_begin)
-        if rank != LATE:
-            assert not may_begin.is_set()
-            late = set(dmuon.get_owned_params(model, LATE))
+        late.step(optimizer)
+        if late.is_my_peer:
+            assert not late.may_begin.is_set()
             stale = {name for name in params if torch.equal(before[name], params[name])}
-            assert stale == late
+            assert stale == set(dmuon.get_owned_params(model, 0))
         dmuon.wait_all_replicate_broadcasts(model)
-        may_begin.set()
+        late.release()
         assert not any(torch.equal(before[name], params[name]) for name in params)
         assert_replicas_identical(model)
 
@@ -200,12 +202,12 @@ def read_optimizer(model: nn.Module, optimizer: dmuon.Muon) -> Any:
 def test_a_state_dict_taken_after_step_waits_for_a_late_owner(
     shape: tuple[int, ...], read: Callable[[nn.Module, dmuon.Muon], Any]
 ) -> None:
-    may_begin = event()
+    late = LateOwner(shape)
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients(shape)
-        step_with_a_late_owner(optimizer, may_begin)
-        may_begin.set()  # the dict itself needs every rank, so the owner may begin now
+        late.step(optimizer)
+        late.release()  # the dict itself needs every rank, so the owner may begin now
         at_once = read(model, optimizer)
         dmuon.wait_all_replicate_broadcasts(model)
         dist.barrier()
@@ -225,7 +227,7 @@ def test_a_state_dict_taken_after_step_waits_for_a_late_owner(
 def test_a_second_step_after_a_late_one_uses_the_same_gradients_again(
     shape: tuple[int, ...],
 ) -> None:
-    may_begin = event()
+    late = LateOwner(shape)
     alone = build().double()
     formula = FormulaMuon(alone, coefficients=POLAR_EXPRESS, dtype=torch.float64)
     loss_of(alone, tokens(0)).backward()
@@ -238,9 +240,9 @@ def test_a_second_step_after_a_late_one_uses_the_same_gradients_again(
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients(shape)
-        step_with_a_late_owner(optimizer, may_begin)
+        late.step(optimizer)
         optimizer.step()
-        may_begin.set()
+        late.release()
         assert_follows(dmuon.get_model_state_dict(model), answer, start)
         assert_replicas_identical(model)
 
@@ -251,13 +253,13 @@ def test_a_second_step_after_a_late_one_uses_the_same_gradients_again(
 def test_what_is_loaded_after_step_stays_when_an_owner_publishes_late(
     shape: tuple[int, ...],
 ) -> None:
-    may_begin = event()
+    late = LateOwner(shape)
 
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients(shape)
         moments = dmuon.get_optimizer_state_dict(model, optimizer)
-        step_with_a_late_owner(optimizer, may_begin)
-        may_begin.set()  # loading needs every rank, so the owner may begin now
+        late.step(optimizer)
+        late.release()  # loading needs every rank, so the owner may begin now
         loaded = build(seed=5).state_dict()
         dmuon.set_model_state_dict(model, loaded)
         dmuon.set_optimizer_state_dict(model, optimizer, moments)
