@@ -250,7 +250,27 @@ def test_a_second_step_after_a_late_one_uses_the_same_gradients_again(
 
 
 @GRIDS
-def test_what_is_loaded_after_step_stays_when_an_owner_publishes_late(
+def test_a_model_loaded_after_step_stays_when_an_owner_publishes_late(
+    shape: tuple[int, ...],
+) -> None:
+    late = LateOwner(shape)
+
+    def body(rank: int) -> None:
+        model, optimizer = prepare_gradients(shape)
+        late.step(optimizer)
+        late.release()  # loading needs every rank, so the owner may begin now
+        loaded = dict(build(seed=5).state_dict())
+        dmuon.set_model_state_dict(model, loaded)
+        at_once = weights_in_use(model)
+        assert_identical(at_once, {name: loaded[name] for name in at_once})
+        assert_replicas_identical(model)
+        assert_identical(dmuon.get_model_state_dict(model), loaded)
+
+    run_ranks(math.prod(shape), body)
+
+
+@GRIDS
+def test_an_optimizer_loaded_after_step_leaves_the_weights_of_a_late_owner(
     shape: tuple[int, ...],
 ) -> None:
     late = LateOwner(shape)
@@ -258,14 +278,15 @@ def test_what_is_loaded_after_step_stays_when_an_owner_publishes_late(
     def body(rank: int) -> None:
         model, optimizer = prepare_gradients(shape)
         moments = dmuon.get_optimizer_state_dict(model, optimizer)
+        before = weights_in_use(model)
         late.step(optimizer)
-        late.release()  # loading needs every rank, so the owner may begin now
-        loaded = build(seed=5).state_dict()
-        dmuon.set_model_state_dict(model, loaded)
+        late.release()
         dmuon.set_optimizer_state_dict(model, optimizer, moments)
+        at_once = weights_in_use(model)
+        assert not any(torch.equal(before[name], at_once[name]) for name in before)
         assert_replicas_identical(model)
-        assert_identical(weights_in_use(model), {n: v for n, v in loaded.items() if "proj.w" in n})
-        assert_identical(dmuon.get_model_state_dict(model), dict(loaded))
+        state = dmuon.get_model_state_dict(model)
+        assert_identical(at_once, {name: state[name] for name in at_once})
         assert_identical(dmuon.get_optimizer_state_dict(model, optimizer), moments)
 
     run_ranks(math.prod(shape), body)
