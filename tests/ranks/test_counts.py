@@ -19,6 +19,7 @@ from wrapped import make_mesh, prepare
 import dmuon
 
 FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
+CALL = 64  # in which a rank tells the others what it does
 NUM_MICRO_BATCHES = 3
 
 
@@ -113,6 +114,7 @@ def test_bytes_of_a_step_are_those_of_the_formula(shape: tuple[int, ...]) -> Non
                 broadcast=unshards * everything[0],
                 all_to_all=reductions * reduced,
                 all_reduce=FLOAT,  # of the norm
+                agreement=(2 * NUM_MICRO_BATCHES + 1) * CALL,  # forwards, backwards, the norm
             )
             assert ours == +expected
             assert seen.bytes["broadcast"] == expected["broadcast"]
