@@ -1,6 +1,5 @@
 """One case of the fuzz test: a random model, mesh, settings and order of calls, and its answer."""
 
-import copy
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,9 @@ from wrapped import make_mesh
 import dmuon
 
 BATCH = 72  # divisible by every world size times every number of micro-batches
+# What float32 alone does to one process, times this, is no fault: some cases are ill-conditioned,
+# and another order of summation is another rounding.
+ROUNDING = 30
 CLASSIC = (3.4445, -4.7750, 2.0315)
 MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1), (1, 4)]}
 
@@ -108,23 +110,28 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: naming what differs.
     """
-    alone = fuzz_models.build(case.shape, case.seed)
-    start = copy.deepcopy(alone.state_dict())
     model, optimizer = _prepare(case)
     dedicated = set(dmuon.get_dedicated_params(model))
-    formula = _formula(case, alone, dedicated)
+    exact, exact_seen = _train_alone(case, dedicated, torch.float64)
+    rounded, rounded_seen = _train_alone(case, dedicated, torch.float32)
     for number, step in enumerate(case.steps):
-        ours = _step(case, number, step, model, optimizer)
-        theirs = _step_alone(case, number, step, alone, formula)
-        for what, value in theirs.items():
-            _assert_close(f"{what} of step {number}", ours[what], value)
+        for what, value in _step(case, number, step, model, optimizer).items():
+            key = f"{what} of step {number}"
+            allowed = 1e-3 * abs(exact_seen[key]) + 1e-5
+            allowed += ROUNDING * abs(rounded_seen[key] - exact_seen[key])
+            assert abs(value - exact_seen[key]) <= allowed, f"{key}: {value}, not {exact_seen[key]}"
+    start = fuzz_models.build(case.shape, case.seed).state_dict()
     state = dmuon.get_model_state_dict(model)
-    assert list(state) == list(alone.state_dict())
-    for name, value in alone.state_dict().items():
+    assert list(state) == list(start)
+    for name, value in exact.state_dict().items():
         change, off = float((value - start[name]).norm()), float((state[name] - value).norm())
-        assert off <= 5e-3 * change + 2e-5, f"{name}: changed by {change:.3g}, off by {off:.3g}"
+        rounding = float((rounded.state_dict()[name] - value).norm())
+        is_close = off <= 1e-3 * change + 1e-6 + ROUNDING * rounding
+        assert is_close, (
+            f"{name}: changed by {change:.3g}, off by {off:.3g}, float32 {rounding:.3g}"
+        )
     expected = sum(
-        (1 + step.is_doubled) * _num_matrices(alone, dedicated)
+        (1 + step.is_doubled) * _num_matrices(exact, dedicated)
         for step in case.steps
         if not step.is_skipped
     )
@@ -145,8 +152,16 @@ def _num_matrices(alone: nn.Module, dedicated: set[str]) -> int:
     )
 
 
-def _assert_close(what: str, ours: float, theirs: float) -> None:
-    assert abs(ours - theirs) <= 1e-2 * abs(theirs) + 1e-4, f"{what}: {ours} instead of {theirs}"
+def _train_alone(
+    case: Case, dedicated: set[str], dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, float]]:
+    alone = fuzz_models.build(case.shape, case.seed).to(dtype)
+    formula = _formula(case, alone, dedicated)
+    seen: dict[str, float] = {}
+    for number, step in enumerate(case.steps):
+        for what, value in _step_alone(case, number, step, alone, formula).items():
+            seen[f"{what} of step {number}"] = value
+    return alone, seen
 
 
 def _prepare(case: Case) -> tuple[nn.Module, dmuon.Muon]:
@@ -175,7 +190,11 @@ def _formula(case: Case, alone: nn.Module, dedicated: set[str]) -> PartsMuon:
     per_step = [coefficients] * steps if coefficients == CLASSIC else list(coefficients[:steps])
     settings["adjust"] = settings.pop("adjust_lr_fn")
     return PartsMuon(
-        alone, is_muon=lambda name, _: name in dedicated, coefficients=per_step, **settings
+        alone,
+        is_muon=lambda name, _: name in dedicated,
+        coefficients=per_step,
+        dtype=next(alone.parameters()).dtype,
+        **settings,
     )
 
 
@@ -220,7 +239,8 @@ def _backward(step: Step, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
 def _step_alone(
     case: Case, number: int, step: Step, alone: nn.Module, formula: PartsMuon
 ) -> dict[str, float]:
-    x, y = batch(case.seed, number, BATCH)
+    dtype = next(alone.parameters()).dtype
+    x, y = (t.to(dtype) for t in batch(case.seed, number, BATCH))
     seen: dict[str, float] = {}
 
     def evaluate(place: int) -> None:

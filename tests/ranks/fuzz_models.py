@@ -160,7 +160,7 @@ class Shape:
         if num_layers > 1 and rng.random() < 0.2:
             order.pop(rng.randrange(num_layers))
         return Shape(
-            width=rng.randint(2, 14),
+            width=rng.randint(3, 14),
             kinds=kinds,
             order=tuple(order),
             outputs=tuple(rng.choice(sorted(OUTPUTS)) for _ in range(num_layers)),
