@@ -130,7 +130,7 @@ class Plan:
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             shape = "x".join(map(str, matrix.shape))
             work, size = f"{matrix.cost / 1e9:.3f}", f"{_mib(matrix):.2f}"
-            held_as = str(matrix.layout) if matrix.num_matrices > 1 else ""
+            held_as = "" if str(matrix.layout) == "matrix" else str(matrix.layout)
             rows.append((matrix.name, shape, str(owner), work, size, held_as))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [

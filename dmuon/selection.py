@@ -53,7 +53,7 @@ def why_not_hidden(name: str, param: nn.Parameter) -> str | None:
     elif param.ndim > 2 and not is_in_a_layer:
         reason = "more than two dimensions outside numbered layers"
     elif param.ndim > 2 and min(param.shape[:2]) < 2:
-        reason = "a single row, as in tokens, position tables and depthwise convolutions"
+        reason = "a leading dimension of one (token, position table, depthwise convolution)"
     return reason
 
 
@@ -93,13 +93,16 @@ def select(
 
 
 def _candidates(model: nn.Module) -> list[_Candidate]:
+    """Every parameter once; names include those of modules that are registered twice."""
     found: dict[nn.Parameter, _Candidate] = {}
-    for module_name, module in model.named_modules():
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
-            if param is not None:
-                candidate = found.setdefault(param, _Candidate(param))
-                name = f"{module_name}.{attribute}" if module_name else attribute
-                candidate.names.append(original_name(name))
+            if param is None:
+                continue
+            candidate = found.setdefault(param, _Candidate(param))
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            candidate.names.append(original_name(name))
+            if (module, attribute) not in candidate.sites:
                 candidate.sites.append((module, attribute))
     return list(found.values())
 
