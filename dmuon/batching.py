@@ -97,9 +97,9 @@ class _Batch:
 
     def pack(self) -> torch.Tensor:
         """``(size, m, n)``: the matrices, then zeros; sides rounded up if there are several."""
-        m, n = self.matrices[0].shape
-        if self.size > 1:
-            m, n = (-(-side // _SIDE) * _SIDE for side in (m, n))
+        if self.size == 1:
+            return self.matrices[0].to(self.results[0].dtype).unsqueeze(0)
+        m, n = (-(-side // _SIDE) * _SIDE for side in self.matrices[0].shape)
         packed = self.results[0].new_zeros((self.size, m, n))
         for place, matrix in zip(packed, self.matrices, strict=False):
             place[: matrix.size(0), : matrix.size(1)].copy_(matrix)

@@ -124,13 +124,13 @@ class Block:
             The reduction, and the parameters that have a gradient on this rank.
         """
         sent: Reduced = []
-        had_gradient = [param for param in self.params if param.param.grad is not None]
+        had_gradient: list[DedicatedParam] = []
         with record_function(f"dmuon::reduce {self.name}"):
             for parcel in self.parcels:
-                grads = [param.param.grad for param in parcel.params]
+                grads = [param.take_gradient() for param in parcel.params]
+                pairs = zip(parcel.params, grads, strict=True)
+                had_gradient += [param for param, grad in pairs if grad is not None]
                 sent.append((parcel, pack(parcel, grads, dtype or self._common_dtype())))
-                for param in parcel.params:
-                    param.param.grad = None
             counters.reductions += 1
             return start(sent, 0, counters), had_gradient
 

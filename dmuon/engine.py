@@ -194,6 +194,8 @@ class Engine:
         """
         self._enter_backward()
         block = self.blocks[index]
+        if not self.sync_gradients and self._conduct.reduce_dtype is not None:
+            param.hold_gradient(self._conduct.reduce_dtype)
         if self.sync_gradients and index > self._next_to_reduce:
             raise OwnershipError(
                 f"{param.name} got a second gradient in one backward, after the first was sent to "
@@ -236,7 +238,7 @@ class Engine:
         self.ledger.drop()
         for block in self.blocks:
             for param in block.params:
-                param.param.grad = None
+                param.drop_gradient()
 
     def _reduce_next(self) -> None:
         index = self._next_to_reduce

@@ -96,6 +96,7 @@ class Muon(torch.optim.Optimizer):
         self.replicate_async = replicate_async
         self.num_steps = 0
         engine = self.dedication.engine
+        self.dedication.reshard_symmetric()  # the model may have been evaluated before
         groups = make_groups(_named_parameters(model, self.dedication), settings, param_groups)
         self._is_open = True
         super().__init__(groups, {})

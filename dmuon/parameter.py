@@ -24,6 +24,7 @@ class DedicatedParam:
         owner: number of its owner.
         layout: where its matrices are.
         aliases: its other names, when tied.
+        held: gradients gathered here under ``no_sync``, in a wider dtype than the leaf's.
     """
 
     name: str
@@ -33,6 +34,7 @@ class DedicatedParam:
     owner: int
     layout: Layout
     aliases: list[str] = field(default_factory=list)
+    held: torch.Tensor | None = None
 
     @property
     def param(self) -> nn.Parameter:
@@ -41,6 +43,24 @@ class DedicatedParam:
         param = module._parameters[attribute]
         assert param is not None
         return param
+
+    def hold_gradient(self, dtype: torch.dtype) -> None:
+        """Set the leaf's gradient aside, where ``dtype`` is wider and several add up better."""
+        grad = self.param.grad
+        if grad is None or torch.promote_types(grad.dtype, dtype) == grad.dtype:
+            return
+        self.held = grad.to(dtype) if self.held is None else self.held.add_(grad)
+        self.param.grad = None
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """All that has gathered on this rank, which has nothing afterwards."""
+        grad, held = self.param.grad, self.held
+        self.drop_gradient()
+        return grad if held is None else (held if grad is None else held.add_(grad))
+
+    def drop_gradient(self) -> None:
+        """Forget what has gathered on this rank."""
+        self.param.grad = self.held = None
 
     @property
     def numel(self) -> int:
