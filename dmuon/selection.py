@@ -16,7 +16,8 @@ Predicate = Callable[[str, nn.Parameter], bool]
 Splits = Callable[[str, nn.Parameter], Split | None]
 
 _EMBEDDINGS = ("embed", "wte", "wpe")
-_HEADS = ("lm_head", "head", "output", "classifier", "score", "unembed")
+_HEADS = ("lm_head", "head", "heads", "output", "classifier", "score", "unembed")
+_HEAD_MODULES = ("decoder", "proj_out", "qa_outputs", "seq_relationship", "logits")
 
 
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
@@ -25,7 +26,8 @@ def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     Two dimensions: every matrix but embeddings, output heads, biases (those of stacked experts are
     ``(E, n)``) and ``A_log``, the decay rates of a state-space model, which act element by element.
     Embeddings are told by a part of the name that contains ``embed`` or is ``wte`` or ``wpe``;
-    heads by a name outside any numbered layer such as ``lm_head`` or ``head``.
+    heads by a part of the name such as ``lm_head`` or ``head``, or by a module of their own called
+    ``decoder`` (BERT), ``proj_out`` (Whisper) or the like, all outside any numbered layer.
     (Jordan et al. 2024, "Muon": first and last layers belong to AdamW.)
 
     More dimensions: the same, in numbered layers alone and with more than one entry in both of the
@@ -44,7 +46,7 @@ def why_not_hidden(name: str, param: nn.Parameter) -> str | None:
         reason = "fewer than two dimensions"
     elif any(_EMBEDDINGS[0] in part or part in _EMBEDDINGS for part in parts):
         reason = "an embedding"
-    elif not is_in_a_layer and any(part in _HEADS for part in parts):
+    elif not is_in_a_layer and _is_head(parts):
         reason = "an output head"
     elif "bias" in parts[-1]:
         reason = "a bias"
@@ -55,6 +57,10 @@ def why_not_hidden(name: str, param: nn.Parameter) -> str | None:
     elif param.ndim > 2 and min(param.shape[:2]) < 2:
         reason = "a leading dimension of one (token, position table, depthwise convolution)"
     return reason
+
+
+def _is_head(parts: list[str]) -> bool:
+    return any(part in _HEADS for part in parts) or (len(parts) > 1 and parts[-2] in _HEAD_MODULES)
 
 
 @dataclass

@@ -37,12 +37,6 @@ GROUPS = (
     {"params": ["layers.1.q_proj.weight", "layers.0.up_proj.weight"], "lr": 0.01},
 )
 
-NO_SYNC_ADDS_UP_IN_BFLOAT16 = pytest.mark.xfail(
-    strict=True,
-    reason="under no_sync the gradients of dedicated parameters are added up in param_dtype, "
-    "those of fully_shard in reduce_dtype",
-)
-
 Program = Callable[[Trainee], None]
 
 
@@ -234,9 +228,7 @@ def test_two_models_in_one_process(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize(
-    "no_sync", [False, pytest.param(True, marks=NO_SYNC_ADDS_UP_IN_BFLOAT16)], ids=["", "no_sync"]
-)
+@pytest.mark.parametrize("no_sync", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("world_size", [2, 4], ids=["2 and 2x1", "2x2"])
 def test_bfloat16_compute_equals_one_process_computing_in_bfloat16(
     world_size: int, no_sync: bool

@@ -103,9 +103,6 @@ def evaluate(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Muon finds the root's parameters unsharded and blames order"
-)
 @pytest.mark.parametrize("shape", [(1,), (2,)], ids=str)
 def test_a_model_may_be_evaluated_before_it_gets_its_optimizer(shape: tuple[int, ...]) -> None:
     assert_equals_one_process(Training(Net, text, layers_of, loss, finish=evaluate), shape)

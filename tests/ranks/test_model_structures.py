@@ -181,7 +181,6 @@ def test_matrices_under_several_names(
     assert_equals_one_process(Training(make, text, different_layers, loss), shape, reshard)
 
 
-@pytest.mark.xfail(strict=True, reason="state dicts hold NaN under further names of a module")
 @SHAPES
 def test_one_block_under_several_names(shape: tuple[int, ...], reshard: bool) -> None:
     assert_equals_one_process(Training(OneLayer, text, different_layers, loss), shape, reshard)

@@ -198,7 +198,6 @@ def test_training_equals_one_process(name: str, shape: tuple[int, ...], reshard:
     assert_equals_one_process(training(BLOCKS[name]), shape, reshard)
 
 
-@pytest.mark.xfail(strict=True, reason="state dicts hold NaN under the second name of a module")
 @pytest.mark.parametrize(("shape", "reshard"), [((3,), True), ((2, 2), False)], ids=str)
 def test_one_module_under_two_names(shape: tuple[int, ...], reshard: bool) -> None:
     assert_equals_one_process(training(Twice), shape, reshard)
