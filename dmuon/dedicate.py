@@ -114,7 +114,7 @@ def _choose(dedication: Dedication, predicate: Predicate, splits: Splits | None)
     _check_order(model)
     _check_device(model, dedication.device)
     dedication.params = select(model, predicate, splits)
-    blocks = [dedication.block_of(param) for param in dedication.params]
+    blocks = dedication.blocks_of_params()
     matrices = [
         Matrix(param.name, tuple(param.shape), block, param.layout)
         for param, block in zip(dedication.params, blocks, strict=True)

@@ -228,8 +228,8 @@ class Dedication:
 
     def _make_blocks(self) -> list[Block]:
         by_block: dict[str, list[DedicatedParam]] = {}
-        for param in self.params:
-            by_block.setdefault(self.block_of(param), []).append(param)
+        for param, block in zip(self.params, self.blocks_of_params(), strict=True):
+            by_block.setdefault(block, []).append(param)
         order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
         names = sorted(by_block, key=order.__getitem__)
         return [self._make_block(name, by_block[name]) for name in names]
@@ -252,11 +252,23 @@ class Dedication:
             param.materialize(self.device)
         return param.param.detach()
 
-    def block_of(self, param: DedicatedParam) -> str:
-        """Name of the module whose hooks serve ``param``; the root when tied across blocks."""
-        names = {module: name for name, module in self.model.named_modules()}
-        boundaries = {self._boundary(names[module]) for module, _ in param.sites}
-        return boundaries.pop() if len(boundaries) == 1 else ""
+    def blocks_of_params(self) -> list[str]:
+        """For each parameter the name of the module whose hooks serve it.
+
+        The root serves what several blocks use: a tied parameter, or a module that they share.
+        """
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        boundaries = {
+            module: {self.model.get_submodule(self._boundary(name)) for name in names[module]}
+            for module in {module for param in self.params for module, _ in param.sites}
+        }
+        blocks = []
+        for param in self.params:
+            serving = set().union(*(boundaries[module] for module, _ in param.sites))
+            blocks.append(names[serving.pop()][0] if len(serving) == 1 else "")
+        return blocks
 
     def _boundary(self, module_name: str) -> str:
         if self.hook_boundary is None:

@@ -121,7 +121,8 @@ def _check_names(dedication: Dedication, names: set[str]) -> None:
 
 def _module_of(dedication: Dedication, name: str) -> nn.Module:
     path = name.rpartition(".")[0]
-    modules = {original_name(path): module for path, module in dedication.model.named_modules()}
+    named = dedication.model.named_modules(remove_duplicate=False)
+    modules = {original_name(path): module for path, module in named}
     return modules[path]
 
 

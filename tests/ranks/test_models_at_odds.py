@@ -324,6 +324,46 @@ def test_norm_is_measured_and_gradients_left_alone_with_an_infinite_limit() -> N
     run_ranks(2, body)
 
 
+class Sharing(nn.Module):
+    """A block whose inner module may belong to another block too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.proj, self.shared = nn.Linear(6, 6), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.proj(torch.tanh(self.shared(x)))
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_a_module_that_two_blocks_share_is_whole_in_both(reshard: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        shared = nn.Linear(6, 6, bias=False)
+        return nn.Sequential(Sharing(shared), nn.ReLU(), Sharing(shared), Sharing(shared))
+
+    def body(rank: int) -> None:
+        model, alone, mesh = make(), make(), make_mesh(2)
+        is_matrix = lambda name, param: param.ndim == 2  # noqa: E731
+        dmuon.dedicate_params(model, mesh, is_matrix, reshard_after_forward=reshard)
+        for index in (0, 2, 3):
+            fully_shard(model[index], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+        coefficients = list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5])
+        formula = FormulaMuon(alone, is_muon=is_matrix, coefficients=coefficients)
+        for _ in range(2):
+            x = torch.randn(2, 4, 6)
+            model(x[rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alone(x).square().mean().backward()
+            formula.step()
+        expect_equal(dmuon.get_model_state_dict(model), alone)
+
+    run_ranks(2, body)
+
+
 def test_groups_of_a_second_model_are_those_of_the_first() -> None:
     def body(rank: int) -> None:
         world = dist.distributed_c10d._world
