@@ -73,6 +73,30 @@ def test_a_mesh_of_three_axes() -> None:
     refuse(1, "1 or 2 axes", attempt)
 
 
+@pytest.mark.parametrize(
+    ("names", "mesh_axis", "replicate_axis", "match"),
+    [
+        (("shard", "replicate"), None, None, r"named \(replicate, shard\) in this order"),
+        (("dp", "fsdp"), None, None, r"named \(replicate, shard\) in this order"),
+        (("replicate", "shard"), "shard", "shard", r"must meet in this rank alone"),
+        (("replicate", "shard"), None, "replicate", "both meshes must have one axis"),
+    ],
+    ids=["swapped", "other names", "overlapping", "two and one"],
+)
+def test_axes_misnamed_or_overlapping(
+    names: tuple[str, str], mesh_axis: str | None, replicate_axis: str | None, match: str
+) -> None:
+    def attempt(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        dmuon.dedicate_params(
+            build(),
+            mesh if mesh_axis is None else mesh[mesh_axis],
+            replicate_mesh=None if replicate_axis is None else mesh[replicate_axis],
+        )
+
+    refuse(4, match, attempt)
+
+
 def test_something_that_is_no_mesh() -> None:
     refuse(1, "DeviceMesh", lambda rank: dmuon.dedicate_params(build(), "cpu"))  # type: ignore[arg-type]
 
