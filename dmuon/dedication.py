@@ -197,9 +197,26 @@ class Dedication:
                         "change the model first, then give its matrices their owners"
                     )
 
+    def _check_same_precision(self) -> None:
+        """A block computes in one dtype, so both calls must have been given the same policy."""
+        ours = self.mp_policy.param_dtype
+        for name, module in self.model.named_modules():
+            inside = set(module.modules())
+            if not isinstance(module, FSDPModule):
+                continue
+            theirs = torch_internals.compute_dtype_of(module)
+            served = [p for p in self.params if any(site in inside for site, _ in p.sites)]
+            if any((ours or param.dtype) != (theirs or param.dtype) for param in served):
+                raise SetupError(
+                    f"fully_shard computes {name or 'the model'} in {theirs or 'its own dtype'}, "
+                    f"dedicate_params was given {ours or 'no param_dtype'}; give both the same "
+                    "mp_policy"
+                )
+
     def _start(self) -> Engine:
         self._check_same_modules()
         self.check_not_sharded()
+        self._check_same_precision()
         for param in self.params:
             for module, _ in param.sites:
                 wrapping.reveal(module)
@@ -224,7 +241,9 @@ class Dedication:
             for parcel in block.parcels
             for param in parcel.params
         ]
-        return Engine(blocks, ledger, order, counters, conduct)
+        engine = Engine(blocks, ledger, order, counters, conduct)
+        wrapping.follow_gradient_sync(self.model, engine)
+        return engine
 
     def _make_blocks(self) -> list[Block]:
         by_block: dict[str, list[DedicatedParam]] = {}

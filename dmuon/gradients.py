@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon import dedication as dedications
+from dmuon import wrapping
 from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
@@ -26,13 +26,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     engine = dedications.of(model).engine
     before = engine.sync_gradients
-    engine.sync_gradients = False
-    _sync_symmetric(model, False)
+    wrapping.set_gradient_sync(model, engine, False)
     try:
         yield
     finally:
-        engine.sync_gradients = before
-        _sync_symmetric(model, before)
+        wrapping.set_gradient_sync(model, engine, before)
 
 
 def wait_all_replicate_broadcasts(model: nn.Module) -> None:
@@ -132,9 +130,3 @@ def _squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     for grad in grads:
         total += grad.float().square().sum()
     return total
-
-
-def _sync_symmetric(model: nn.Module, requires_sync: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(requires_sync, recurse=False)

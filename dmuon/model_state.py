@@ -163,6 +163,8 @@ def _check(
     for name, target in targets.items():
         if name.rpartition(".")[2] == _EXTRA_STATE:
             continue
+        if isinstance(target, torch.Tensor) and target.is_meta and name in courier.described:
+            problems.append(f"{name}: is on the meta device; call model.to_empty(device=...) first")
         kind, shape, _ = courier.described.get(name, ("absent", None, None))
         if kind == "tensor" and isinstance(target, torch.Tensor) and shape != target.shape:
             problems.append(f"{name}: has shape {list(shape or ())}, needs {list(target.shape)}")

@@ -36,7 +36,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: look one step ahead.
         weight_decay: decoupled, of hidden matrices.
         ns_steps: Newton-Schulz steps.
-        ns_coefficients: one ``(a, b, c)`` for all steps, or one a step.
+        ns_coefficients: one ``(a, b, c)`` for all steps, or one a step: the first ``ns_steps`` are
+            used, and where there are fewer the last repeats.
         ns_dtype: dtype of Newton-Schulz; None: bfloat16 on accelerators, float32 on CPU.
         adjust_lr_fn: ``"match_rms_adamw"``, ``"original"`` or None.
         eps: lower bound of the norm that Newton-Schulz divides by.
@@ -219,7 +220,8 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad and param not in ours:
                 raise SetupError(
                     f"{name} is no parameter of this optimizer: the model was wrapped or changed "
-                    "after Muon(model); call dedicate_params, then fully_shard, then Muon"
+                    "after Muon(model); build the model anew and change it first, then call "
+                    "dedicate_params, then fully_shard, then Muon"
                 )
 
     def _make_adamw(self) -> torch.optim.AdamW | None:
@@ -234,11 +236,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def _named_parameters(model: nn.Module, dedication: Dedication) -> Named:
-    if dedication.unfilled:
+    on_meta = [original_name(n) for n, param in model.named_parameters() if param.is_meta]
+    if unfilled := [*sorted(dedication.unfilled), *on_meta]:
         raise SetupError(
-            f"{sorted(dedication.unfilled)[0]} and {len(dedication.unfilled) - 1} more are on the "
-            "meta device; call model.to_empty(device=...) and initialise, or "
-            "dmuon.set_model_state_dict(model, state_dict), before Muon(model)"
+            f"{unfilled[0]} and {len(unfilled) - 1} more parameters have no values, they come from "
+            "the meta device; before Muon(model) call model.to_empty(device=...), then initialise "
+            "or dmuon.set_model_state_dict(model, state_dict)"
         )
     owned = {param.param: param.name for param in dedication.params}
     dedicated = {name: param for param, name in owned.items()}

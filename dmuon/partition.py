@@ -126,7 +126,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        rows = [("matrix", "shape", "owner", "GFLOP", "MiB", "held as")]
+        rows = [("parameter", "shape", "owner", "GFLOP", "MiB", "held as")]
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             shape = "x".join(map(str, matrix.shape))
             work, size = f"{matrix.cost / 1e9:.3f}", f"{_mib(matrix):.2f}"

@@ -17,7 +17,7 @@ Splits = Callable[[str, nn.Parameter], Split | None]
 
 _EMBEDDINGS = ("embed", "wte", "wpe")
 _HEADS = ("lm_head", "head", "heads", "output", "classifier", "score", "unembed")
-_HEAD_MODULES = ("decoder", "proj_out", "qa_outputs", "seq_relationship", "logits")
+_HEAD_MODULES = ("decoder", "proj_out", "qa_outputs", "seq_relationship", "logits", "to_logits")
 
 
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
@@ -27,7 +27,8 @@ def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     ``(E, n)``) and ``A_log``, the decay rates of a state-space model, which act element by element.
     Embeddings are told by a part of the name that contains ``embed`` or is ``wte`` or ``wpe``;
     heads by a part of the name such as ``lm_head`` or ``head``, or by a module of their own called
-    ``decoder`` (BERT), ``proj_out`` (Whisper) or the like, all outside any numbered layer.
+    ``decoder`` (BERT), ``proj_out`` (Whisper) or the like, or ``fc`` at the top (ResNet); all
+    outside any numbered layer. Look at ``print(dmuon.describe(model))``.
     (Jordan et al. 2024, "Muon": first and last layers belong to AdamW.)
 
     More dimensions: the same, in numbered layers alone and with more than one entry in both of the
@@ -60,7 +61,8 @@ def why_not_hidden(name: str, param: nn.Parameter) -> str | None:
 
 
 def _is_head(parts: list[str]) -> bool:
-    return any(part in _HEADS for part in parts) or (len(parts) > 1 and parts[-2] in _HEAD_MODULES)
+    is_module_of_head = len(parts) > 1 and parts[-2] in _HEAD_MODULES
+    return is_module_of_head or parts[:-1] == ["fc"] or any(part in _HEADS for part in parts)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,12 @@ def hook_leaf(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     leaf.requires_grad_(True)
     leaf.register_post_accumulate_grad_hook(hook)
     leaf.requires_grad_(requires_grad)
+
+
+def compute_dtype_of(module: FSDPModule) -> torch.dtype | None:
+    """The ``param_dtype`` that ``fully_shard`` was given for ``module``; None also if unknown."""
+    policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
+    return getattr(policy, "param_dtype", None)
 
 
 @contextmanager

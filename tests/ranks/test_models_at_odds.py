@@ -403,3 +403,29 @@ def test_clipping_and_zero_grad_after_an_evaluation_see_the_gradients_of_all_par
         expect_equal(dmuon.get_model_state_dict(model), alone)
 
     run_ranks(2, body)
+
+
+def test_gradient_sync_of_fully_shard_on_the_outermost_module_speaks_for_all() -> None:
+    def body(rank: int) -> None:
+        model, alone = prepare(make_mesh(2)), build()
+        optimizer, formula = dmuon.Muon(model, ns_dtype=torch.float32), formula_for(alone)
+        counters = dmuon.get_counters(model)
+        model.set_requires_gradient_sync(False)
+        backward(model, 0)
+        assert counters.reductions == 0
+        with pytest.raises(dmuon.OwnershipError, match="have not been sent"):
+            optimizer.step()
+        model.set_requires_gradient_sync(True)
+        backward(model, 1)
+        optimizer.step()
+        (loss_of(alone, tokens(0)) + loss_of(alone, tokens(1))).backward()
+        formula.step()
+        expect_equal(dmuon.get_model_state_dict(model), alone)
+        for refused in (
+            lambda: model.layers[0].set_requires_gradient_sync(False),
+            lambda: model.set_requires_gradient_sync(False, recurse=False),
+        ):
+            with pytest.raises(dmuon.OwnershipError, match=r"use dmuon\.no_sync"):
+                refused()
+
+    run_ranks(2, body)

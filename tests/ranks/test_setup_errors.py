@@ -8,7 +8,7 @@ from ranks_runner import run_ranks
 from tiny import build, is_proj
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from wrapped import make_mesh, prepare, wrap
 
 import dmuon
@@ -217,3 +217,33 @@ def test_plain_fully_shard_calls_leave_dedicated_parameters_alone() -> None:
         assert "named_parameters" not in model.layers[0].q_proj.__dict__
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("ours", [None, torch.bfloat16])
+def test_fully_shard_with_another_precision(ours: torch.dtype | None) -> None:
+    def attempt(rank: int) -> None:
+        mesh, model = make_mesh(1), build()
+        theirs = None if ours else torch.bfloat16
+        dmuon.dedicate_params(
+            model, mesh, is_proj, mp_policy=MixedPrecisionPolicy(param_dtype=ours)
+        )
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=theirs))
+        fully_shard(model, mesh=mesh)
+        dmuon.Muon(model)
+
+    refuse(1, r"fully_shard computes .* give both the same mp_policy", attempt)
+
+
+def test_symmetric_parameters_without_values() -> None:
+    def attempt(rank: int) -> None:
+        mesh = make_mesh(1)
+        with torch.device("meta"):
+            model = build()
+        dmuon.dedicate_params(model, mesh, is_proj)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(dmuon.StateDictError, match=r"embed.weight: is on the meta device"):
+            dmuon.set_model_state_dict(model, build().state_dict())
+        dmuon.Muon(model)
+
+    refuse(1, r"more parameters have no values, they come from the meta device", attempt)

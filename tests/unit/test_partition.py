@@ -130,7 +130,7 @@ def test_a_plan_counts_costs_and_shows_every_matrix_of_a_parameter() -> None:
         ([[1, 16, 16]] * 3, 0, "matrix"),
     ]
     header, first, second, *totals = str(plan).splitlines()
-    assert header.split() == ["matrix", "shape", "owner", "GFLOP", "MiB", "held", "as"]
+    assert header.split() == ["parameter", "shape", "owner", "GFLOP", "MiB", "held", "as"]
     assert first.split()[:2] == ["experts", "8x32x16"]
     assert first.endswith("  stack of 8")
     assert second.endswith("  matrix, rows split in 3 x 16")
