@@ -1,11 +1,13 @@
 """Checks and copies that all ranks make together, so that an error is an error everywhere."""
 
 import hashlib
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError, StateDictError
@@ -87,10 +89,15 @@ class Courier:
         problems: what keeps the ranks from loading the same, for ``raise_together``.
     """
 
-    def __init__(self, dedication: Dedication, values: dict[str, Any]) -> None:
+    def __init__(self, dedication: Dedication, given: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {}
+        self.problems: list[str] = []
+        if isinstance(given, Mapping):
+            values = dict(given)
+        else:  # on this rank alone, perhaps: the others must hear of it
+            self.problems.append(f"a {type(given).__name__} is no dictionary of names and tensors")
         self._dedication = dedication
         self._values = values
-        self.problems: list[str] = []
         self.described: dict[str, Any] = {k: _describe(v) for k, v in values.items()}
         mine = hashlib.sha256(repr(sorted(self.described.items())).encode()).hexdigest()
         held = gather_objects(dedication, mine if values else "")
@@ -118,11 +125,16 @@ class Courier:
             value = torch.empty(shape, dtype=dtype, device=self._dedication.device)
         else:
             value = value.detach().to(self._dedication.device).contiguous()
-        dist.broadcast(value, group=group, group_src=0)
+        as_bytes = value.reshape(-1).view(torch.uint8)  # backends do not know every dtype
+        dist.broadcast(as_bytes, group=group, group_src=0)
         return value
 
 
 def _describe(value: object) -> tuple[str, torch.Size | None, torch.dtype | None]:
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.shape, value.dtype
-    return "object", None, None
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}", None, None
+    is_whole = not isinstance(value, DTensor) and value.layout == torch.strided
+    if not is_whole or value.is_meta or value.is_quantized:
+        kind = "on the meta device" if value.is_meta else f"a {value.layout} {type(value).__name__}"
+        return kind, None, None
+    return "tensor", value.shape, value.dtype

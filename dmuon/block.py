@@ -29,6 +29,8 @@ class Block:
         shown: the name and its matrices, for messages.
         in_backward: backward has entered this block and not left it; forwards seen meanwhile are
             recomputations of activation checkpointing and must not free anything.
+        num_running: forwards of this block under way; more than one when it calls itself. One that
+            ends by an exception is counted until `forget_forwards`, which costs memory alone.
     """
 
     def __init__(self, name: str, module: nn.Module, parcels: Sequence[Parcel]) -> None:
@@ -38,6 +40,7 @@ class Block:
         self.params: list[DedicatedParam] = [p for parcel in parcels for p in parcel.params]
         self.shown = _shown(name, self.params)
         self.in_backward = False
+        self.num_running = 0
         self.waiting_for = self._trainable()
         self._weights = Weights.RESHARDED
         self._version = -1
@@ -95,6 +98,11 @@ class Block:
             for parcel in self.parcels:
                 parcel.reshard()
             self._weights = Weights.RESHARDED
+
+    @property
+    def is_resharded(self) -> bool:
+        """Whether other owners' weights are freed here and not on their way."""
+        return self._weights is Weights.RESHARDED
 
     @property
     def is_frozen_in_part(self) -> bool:

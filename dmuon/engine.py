@@ -107,6 +107,7 @@ class Engine:
                 self._prefetch(index - 1)
             return
         self._recover_from_failed_backward()
+        block.num_running += 1
         self._unshard(index)
         self._prefetch(index + 1)
 
@@ -115,14 +116,15 @@ class Engine:
         block = self.blocks[index]
         if torch_internals.in_backward():
             return
+        block.num_running = max(0, block.num_running - 1)
         if not torch.is_grad_enabled():
-            block.reshard()
+            self._reshard_unless_running(block)
             return
         watched = self._watch(index, output)
         if not watched.has_tensor:  # nothing will bring the weights back, so they stay
             return
         if self._conduct.reshard_after_forward or not watched.has_hook:
-            block.reshard()
+            self._reshard_unless_running(block)
 
     def post_use(self, index: int, output: object) -> None:
         """Watch what a module inside the block gives out, for it may leave the block unseen."""
@@ -158,6 +160,7 @@ class Engine:
         Collective over the columns of a grid; sends nothing on a 1D mesh.
         """
         self.weights_version += 1
+        self._forget_forwards()
         for block in self.blocks:
             with self.order.explained(f"publishing the new weights of {block.shown}"):
                 block.publish(self.counters)
@@ -167,6 +170,12 @@ class Engine:
     def _watch(self, index: int, output: object) -> hooks.Watched:
         version = self.weights_version
         return hooks.watch(output, lambda: self.pre_backward(index, version))
+
+    @staticmethod
+    def _reshard_unless_running(block: Block) -> None:
+        """A block may call itself, and a forward may run a backward: the outer call goes on."""
+        if not block.num_running:
+            block.reshard()
 
     def _unshard(self, index: int) -> None:
         block = self.blocks[index]
@@ -190,18 +199,14 @@ class Engine:
         """Autograd is done with one leaf. Starts collectives over the row when it was the last.
 
         Raises:
-            OwnershipError: for a gradient that comes after those of its block were sent.
+            OwnershipError: for a gradient that comes after those of its block were sent, or that
+                was computed without the weights of its block.
         """
         self._enter_backward()
         block = self.blocks[index]
         if not self.sync_gradients and self._conduct.reduce_dtype is not None:
             param.hold_gradient(self._conduct.reduce_dtype)
-        if self.sync_gradients and index > self._next_to_reduce:
-            raise OwnershipError(
-                f"{param.name} got a second gradient in one backward, after the first was sent to "
-                "its owner: it is used both inside and outside of a checkpoint with "
-                "use_reentrant=True; use checkpoint(..., use_reentrant=False)"
-            )
+        self._check_gradient(index, param)
         if torch_internals.backward_id() != self._backward_id:
             self._note_recomputed(block)
             return
@@ -214,6 +219,22 @@ class Engine:
             self._ready.add(index)
             while self._next_to_reduce in self._ready:
                 self._reduce_next()
+
+    def _check_gradient(self, index: int, param: DedicatedParam) -> None:
+        block = self.blocks[index]
+        if self.sync_gradients and index > self._next_to_reduce:
+            raise OwnershipError(
+                f"{param.name} got a second gradient in one backward, after the first was sent to "
+                "its owner: it is used both inside and outside of a checkpoint with "
+                "use_reentrant=True; use checkpoint(..., use_reentrant=False)"
+            )
+        if block.is_resharded:
+            raise OwnershipError(
+                f"backward reached {param.name} through a tensor that left "
+                f"{block.name or 'the model'} beside what it returns (kept on a module, put into a "
+                "list), where nothing brings the weights back; return it, or compute it in a "
+                "module of its own inside the block"
+            )
 
     def settle_gradients(self) -> None:
         """Wait until the owners have all gradients. Collective on a grid.
@@ -235,6 +256,7 @@ class Engine:
         if self._has_gradients:
             self.order.note(Call.ZERO_GRAD)
         self._has_gradients = self.has_unsent = False
+        self._forget_forwards()
         self.ledger.drop()
         for block in self.blocks:
             for param in block.params:
@@ -311,9 +333,13 @@ class Engine:
         self._sent_by_fsdp.update(self._recomputed)
         self._recomputed.clear()
 
+    def _forget_forwards(self) -> None:
+        for block in self.blocks:
+            block.num_running = 0
+
     def _reset_backward(self) -> None:
         for block in self.blocks:
-            block.reshard()
+            self._reshard_unless_running(block)
             block.reset_arrivals()
         self._ready.clear()
         self._recomputed.clear()

@@ -128,5 +128,6 @@ def _symmetric_grads(dedication: Dedication) -> dict[str, torch.Tensor]:
 def _squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float32, device=device)
     for grad in grads:
-        total += grad.float().square().sum()
+        real = torch.view_as_real(grad) if grad.is_complex() else grad
+        total += real.float().square().sum()
     return total

@@ -1,7 +1,7 @@
 """Where the engine is called from: hooks on modules, on their outputs and on leaves."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_flatten
 from dmuon import torch_internals
 from dmuon.block import Block
 from dmuon.parameter import DedicatedParam
+
+_DEPTH = 3  # of objects inside objects that are looked into
 
 
 class Served(Protocol):
@@ -80,22 +82,20 @@ def watch(output: object, on_backward: Callable[[], None]) -> Watched:
 
     Only tensors that autograd made are hooked; leaves would keep the hook.
     """
-    leaves = tree_flatten(output)[0]
-    tensors = _tensors(leaves) or _tensors(_attributes(leaves))
+    tensors = list(_tensors(output, _DEPTH))
     hooked = [tensor for tensor in tensors if tensor.grad_fn is not None]
     for tensor in hooked:
         tensor.register_hook(lambda grad: on_backward())
     return Watched(bool(hooked), bool(tensors))
 
 
-def _tensors(values: list[Any]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _attributes(objects: list[Any]) -> list[Any]:
-    """What dataclasses and other objects, which pytree takes for leaves, hold."""
-    found = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
-    return tree_flatten(found)[0]
+def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    """Also those in dataclasses and other objects, which pytree takes for leaves."""
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, nn.Module | type):
+            yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), depth - 1)
 
 
 def _leaf_hook(

@@ -101,7 +101,7 @@ class GradientLedger:
             # the flags tell; they are read only here, because that waits for the device
             present = (flat[parcel.numel :] > 0).tolist()
         for param, view, is_there in zip(parcel.params, parcel.views(total), present, strict=True):
-            if not is_there or not param.param.requires_grad:
+            if not is_there:
                 continue
             if param in self._grads:
                 self._grads[param].add_(view)

@@ -51,8 +51,9 @@ def get_model_state_dict(
     walk = _walk(dedication)
     _check_names(dedication, {name for name, _ in walk})
     whole = _whole_matrices(dedication, keep, device)
+    dedicated = _dedicated_names(dedication)
     for name, value in walk:
-        if name in _dedicated_names(dedication):
+        if name in dedicated:
             state.update({name: whole[name]} if keep else {})
             continue
         full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -80,10 +81,8 @@ def set_model_state_dict(
         StateDictError: the same on every rank, listing every name that does not fit.
     """
     dedication = dedications.of(model)
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must map names to tensors, got {type(state_dict).__name__}")
     dedication.settle_for(Call.SET_MODEL_STATE_DICT)
-    courier = Courier(dedication, dict(state_dict))
+    courier = Courier(dedication, state_dict)
     targets = dict(_walk(dedication))
     report = _check(dedication, targets, courier, strict)
     dedicated = _dedicated_names(dedication)
@@ -166,10 +165,12 @@ def _check(
         if isinstance(target, torch.Tensor) and target.is_meta and name in courier.described:
             problems.append(f"{name}: is on the meta device; call model.to_empty(device=...) first")
         kind, shape, _ = courier.described.get(name, ("absent", None, None))
-        if kind == "tensor" and isinstance(target, torch.Tensor) and shape != target.shape:
+        if kind == "absent" or not isinstance(target, torch.Tensor):
+            continue
+        if kind != "tensor":
+            problems.append(f"{name}: is {kind}, needs a whole dense tensor")
+        elif shape != target.shape:
             problems.append(f"{name}: has shape {list(shape or ())}, needs {list(target.shape)}")
-        elif kind == "object" and isinstance(target, torch.Tensor):
-            problems.append(f"{name}: is no tensor")
     raise_together(dedication, "the model state dict", problems)
     return IncompatibleKeys(missing, unexpected)
 
@@ -188,9 +189,9 @@ def _load_symmetric(target: Any, value: Any) -> None:
 
 def _load_parcel(parcel: Parcel, courier: Courier) -> None:
     for index, param in enumerate(parcel.params):
-        name = next((n for n in (param.name, *param.aliases) if n in courier.described), None)
-        if name is None:
+        held = [name for name in (param.name, *param.aliases) if name in courier.described]
+        if not held:
             continue
-        value = courier.fetch(name)
+        value = courier.fetch(held[-1])  # as load_state_dict, which goes through all in order
         if parcel.master is not None:
             parcel.views(parcel.master)[index].copy_(value)

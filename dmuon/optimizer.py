@@ -98,11 +98,14 @@ class Muon(torch.optim.Optimizer):
         self.num_steps = 0
         engine = self.dedication.engine
         self.dedication.reshard_symmetric()  # the model may have been evaluated before
-        groups = make_groups(_named_parameters(model, self.dedication), settings, param_groups)
+        named = _named_parameters(model, self.dedication)
+        groups = make_groups(named, settings, param_groups)
         self._is_open = True
         super().__init__(groups, {})
         self._is_open = False
         self.defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        taken = set(named.all.values())
+        self._left_out = [(n, p) for n, p in model.named_parameters() if p not in taken]
         self._adamw = self._make_adamw()
         self._parcels: list[Parcel] = [p for block in engine.blocks for p in block.parcels]
 
@@ -119,8 +122,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         engine = self.dedication.engine
         self.dedication.settle()
-        if self.num_steps == 0:
-            self._check_same_parameters()
+        self._check_same_parameters()
         engine.settle_gradients()
         engine.order.note(Call.STEP)
         self._step_owned()
@@ -215,6 +217,14 @@ class Muon(torch.optim.Optimizer):
 
     def _check_same_parameters(self) -> None:
         """Refuse to train a model that was wrapped or changed after this optimizer was built."""
+        for name, param in self._left_out:
+            if param.requires_grad:
+                raise SetupError(
+                    f"{name} was frozen and not sharded when Muon(model) was built, so nothing "
+                    "averages its gradients; call fully_shard on its module, or Muon after thawing"
+                )
+        if self.num_steps > 0:  # it takes long to walk through the model
+            return
         ours = {param for group in self.param_groups for param in group["params"]}
         for name, param in self.dedication.model.named_parameters():
             if param.requires_grad and param not in ours:
@@ -247,7 +257,7 @@ def _named_parameters(model: nn.Module, dedication: Dedication) -> Named:
     dedicated = {name: param for param, name in owned.items()}
     symmetric: dict[str, nn.Parameter] = {}
     for name, param in model.named_parameters():
-        if param in owned or not param.is_floating_point():
+        if param in owned or not (param.is_floating_point() or param.is_complex()):
             continue
         if not isinstance(param, DTensor) and dedication.owner_map.num_owners > 1:
             if not param.requires_grad:

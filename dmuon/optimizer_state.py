@@ -16,8 +16,13 @@ from dmuon.optimizer import Muon
 from dmuon.parcel import MASTER_DTYPE, Parcel
 
 _SYMMETRIC_SECTIONS = ("fsdp2", "fsdp", "dedicated_adamw")  # the last two from other writers
+_SECTIONS = (*_SYMMETRIC_SECTIONS, "dedicated")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PARTS = ("momentum_buffer", "master_weight")
+
+
+class _Section:
+    """Stands for a section among flattened values, also for an empty one."""
 
 
 @torch.no_grad()
@@ -161,16 +166,14 @@ def _live_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     return live
 
 
-def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    sections = (*_SYMMETRIC_SECTIONS, "dedicated")
+def _flatten(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Local; what is malformed stays as it is, for `_check` to tell all ranks."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
+        return state_dict
+    flat: dict[str, Any] = {}
     for section, content in state_dict.items():
-        if section in sections and not _is_nested(content):
-            raise TypeError(f"state_dict[{section!r}] must be {{name: {{key: tensor}}}}")
-        if section in sections:
-            flat[section] = True
+        if section in _SECTIONS and _is_nested(content):
+            flat[section] = _Section()
             kind = "dedicated" if section == "dedicated" else "fsdp2"
             for name, entries in content.items():
                 for key, value in entries.items():
@@ -190,11 +193,15 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
     shapes = {f"fsdp2/{n}": p.shape for n, p in _symmetric_params(optimizer).items()}
     shapes |= {f"dedicated/{p.name}": p.shape for p in dedication.params}
     problems = list(courier.problems)
-    if not {*_SYMMETRIC_SECTIONS, "dedicated"} & set(courier.described):
+    found = [section for section in _SECTIONS if section in courier.described]
+    if not found:
         problems.append("no section 'dedicated' or 'fsdp2': this is no optimizer state dict")
-    for path, (_, shape, _) in courier.described.items():
+    for section in found:
+        if courier.described[section][0] != f"a {_Section.__name__}":
+            problems.append(f"{section}: must be {{name: {{key: tensor}}}}")
+    for path, (kind, shape, _) in courier.described.items():
         if "/" in path:
-            problems += _check_value(path, shape, shapes)
+            problems += _check_value(path, kind, shape, shapes)
     for name in _symmetric_params(optimizer):
         keys = [key for key in (*_MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
         if 0 < len(keys) < 3:
@@ -204,16 +211,19 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
 
 
 def _check_value(
-    path: str, shape: torch.Size | None, shapes: Mapping[str, torch.Size]
+    path: str, kind: str, shape: torch.Size | None, shapes: Mapping[str, torch.Size]
 ) -> list[str]:
     owner, _, key = path.rpartition("/")
+    problems: list[str] = []
     if owner not in shapes:
-        return [f"{path}: no such parameter in this optimizer"]
-    if key not in (*_MOMENTS, *_PARTS, "step"):
-        return [f"{path}: no such state in this optimizer"]
-    if key != "step" and shape != shapes[owner]:
-        return [f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}"]
-    return []
+        problems.append(f"{path}: no such parameter in this optimizer")
+    elif key not in (_PARTS if owner.startswith("dedicated/") else (*_MOMENTS, "step")):
+        problems.append(f"{path}: no such state in this optimizer")
+    elif key != "step" and kind != "tensor":
+        problems.append(f"{path}: is {kind}, needs a whole dense tensor")
+    elif key != "step" and shape != shapes[owner]:
+        problems.append(f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}")
+    return problems
 
 
 def _check_groups(optimizer: Muon, courier: Courier) -> list[str]:
