@@ -39,6 +39,8 @@ class Call(IntEnum):
     GET_OPTIMIZER_STATE_DICT = 10
     SET_OPTIMIZER_STATE_DICT = 11
     NONFINITE_GRADIENTS = 12
+    SAVE_CHECKPOINT = 13
+    LOAD_CHECKPOINT = 14
 
     def __str__(self) -> str:
         return _SHOWN.get(self, self.name.lower())

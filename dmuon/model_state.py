@@ -48,10 +48,10 @@ def get_model_state_dict(
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
-    walk = _walk(dedication)
+    walk = walk(dedication)
     _check_names(dedication, {name for name, _ in walk})
     whole = _whole_matrices(dedication, keep, device)
-    dedicated = _dedicated_names(dedication)
+    dedicated = dedicated_names(dedication)
     for name, value in walk:
         if name in dedicated:
             state.update({name: whole[name]} if keep else {})
@@ -83,13 +83,13 @@ def set_model_state_dict(
     dedication = dedications.of(model)
     dedication.settle_for(Call.SET_MODEL_STATE_DICT)
     courier = Courier(dedication, state_dict)
-    targets = dict(_walk(dedication))
+    targets = dict(walk(dedication))
     report = _check(dedication, targets, courier, strict)
-    dedicated = _dedicated_names(dedication)
+    dedicated = dedicated_names(dedication)
     for name, target in targets.items():
         if name in courier.described and name not in dedicated:
             value = courier.fetch(name)
-            if name.rpartition(".")[2] == _EXTRA_STATE:
+            if is_extra_state(name):
                 _module_of(dedication, name).set_extra_state(value)
             else:
                 _load_symmetric(target, value)
@@ -101,8 +101,13 @@ def set_model_state_dict(
     return report
 
 
-def _walk(dedication: Dedication) -> list[tuple[str, Any]]:
-    """Names and live values in the order of ``model.state_dict()``."""
+def is_extra_state(name: str) -> bool:
+    """Whether a name is that of what ``get_extra_state`` of a module returns."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def walk(dedication: Dedication) -> list[tuple[str, Any]]:
+    """Names and live values in the order of ``model.state_dict()``. Local."""
     with dedication.guards_off():
         state = dedication.model.state_dict(keep_vars=True)
     return [(original_name(name), value) for name, value in state.items()]
@@ -110,7 +115,7 @@ def _walk(dedication: Dedication) -> list[tuple[str, Any]]:
 
 def _check_names(dedication: Dedication, names: set[str]) -> None:
     """Refuse state-dict hooks that rename or replace what lives on owners; equal on all ranks."""
-    hidden = sorted(_dedicated_names(dedication) - names)
+    hidden = sorted(dedicated_names(dedication) - names)
     if hidden:
         raise OwnershipError(
             f"a state_dict hook of this model renames or drops {hidden[0]} and {len(hidden) - 1} "
@@ -125,7 +130,8 @@ def _module_of(dedication: Dedication, name: str) -> nn.Module:
     return modules[path]
 
 
-def _dedicated_names(dedication: Dedication) -> set[str]:
+def dedicated_names(dedication: Dedication) -> set[str]:
+    """Every name of every dedicated parameter. Local."""
     return {name for p in dedication.params for name in (p.name, *p.aliases)}
 
 
@@ -160,7 +166,7 @@ def _check(
         problems += [f"{name}: missing" for name in missing]
         problems += [f"{name}: not in this model" for name in unexpected]
     for name, target in targets.items():
-        if name.rpartition(".")[2] == _EXTRA_STATE:
+        if is_extra_state(name):
             continue
         if isinstance(target, torch.Tensor) and target.is_meta and name in courier.described:
             problems.append(f"{name}: is on the meta device; call model.to_empty(device=...) first")

@@ -17,7 +17,7 @@ from dmuon.parcel import MASTER_DTYPE, Parcel
 
 _SYMMETRIC_SECTIONS = ("fsdp2", "fsdp", "dedicated_adamw")  # the last two from other writers
 _SECTIONS = (*_SYMMETRIC_SECTIONS, "dedicated")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _PARTS = ("momentum_buffer", "master_weight")
 
 
@@ -48,16 +48,16 @@ def get_optimizer_state_dict(
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     symmetric: dict[str, Any] = {}
-    for name, param in _symmetric_params(optimizer).items():
+    for name, param in symmetric_params(optimizer).items():
         state = optimizer.state.get(param)
         if state:
-            values = {key: _full(state[key], device) for key in (*_MOMENTS, "step")}
+            values = {key: _full(state[key], device) for key in (*MOMENTS, "step")}
             if keep:
                 symmetric[name] = values
     dedicated = _get_dedicated(dedication, optimizer, keep, device)
     if not keep:
         return {}
-    groups = [_plain_group(group) for group in optimizer.param_groups]
+    groups = [plain_group(group) for group in optimizer.param_groups]
     return {
         "fsdp2": symmetric,
         "dedicated": dedicated,
@@ -82,7 +82,7 @@ def set_optimizer_state_dict(
     dedication.settle_for(Call.SET_OPTIMIZER_STATE_DICT)
     courier = Courier(dedication, _flatten(state_dict))
     _check(dedication, optimizer, courier)
-    for name, param in _symmetric_params(optimizer).items():
+    for name, param in symmetric_params(optimizer).items():
         _set_symmetric(optimizer, name, param, courier)
     for block in dedication.engine.blocks:
         for parcel in block.parcels:
@@ -90,7 +90,7 @@ def set_optimizer_state_dict(
     if "param_groups" in courier.described:
         saved_groups = courier.fetch("param_groups")
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-            group.update(_live_group(saved))
+            group.update(live_group(saved))
     if "num_steps" in courier.described:
         optimizer.num_steps = int(courier.fetch("num_steps"))
     dedication.engine.publish(wait=True)
@@ -103,7 +103,8 @@ def _dedication_of(model: nn.Module, optimizer: Muon) -> Dedication:
     return dedication
 
 
-def _symmetric_params(optimizer: Muon) -> dict[str, nn.Parameter]:
+def symmetric_params(optimizer: Muon) -> dict[str, nn.Parameter]:
+    """What AdamW updates, by name. Local."""
     return {
         name: param
         for group in optimizer.param_groups
@@ -149,7 +150,8 @@ def _full(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole.detach().to(device=device, copy=True).contiguous()
 
 
-def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group as plain types."""
     plain = {key: value for key, value in group.items() if key != "params"}
     for key, value in plain.items():
         if isinstance(value, torch.dtype):
@@ -159,7 +161,8 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _live_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+def live_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`plain_group` undone, without the names."""
     live = {key: value for key, value in saved.items() if key not in ("params", "names")}
     if isinstance(live.get("ns_dtype"), str):
         live["ns_dtype"] = getattr(torch, live["ns_dtype"])
@@ -190,7 +193,7 @@ def _is_nested(content: object) -> bool:
 
 
 def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
-    shapes = {f"fsdp2/{n}": p.shape for n, p in _symmetric_params(optimizer).items()}
+    shapes = {f"fsdp2/{n}": p.shape for n, p in symmetric_params(optimizer).items()}
     shapes |= {f"dedicated/{p.name}": p.shape for p in dedication.params}
     problems = list(courier.problems)
     found = [section for section in _SECTIONS if section in courier.described]
@@ -202,8 +205,8 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
     for path, (kind, shape, _) in courier.described.items():
         if "/" in path:
             problems += _check_value(path, kind, shape, shapes)
-    for name in _symmetric_params(optimizer):
-        keys = [key for key in (*_MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
+    for name in symmetric_params(optimizer):
+        keys = [key for key in (*MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
         if 0 < len(keys) < 3:
             problems.append(f"fsdp2/{name}: has only {keys}, needs exp_avg, exp_avg_sq and step")
     problems += _check_groups(optimizer, courier)
@@ -217,7 +220,7 @@ def _check_value(
     problems: list[str] = []
     if owner not in shapes:
         problems.append(f"{path}: no such parameter in this optimizer")
-    elif key not in (_PARTS if owner.startswith("dedicated/") else (*_MOMENTS, "step")):
+    elif key not in (_PARTS if owner.startswith("dedicated/") else (*MOMENTS, "step")):
         problems.append(f"{path}: no such state in this optimizer")
     elif key != "step" and kind != "tensor":
         problems.append(f"{path}: is {kind}, needs a whole dense tensor")
@@ -245,7 +248,7 @@ def _set_symmetric(optimizer: Muon, name: str, param: nn.Parameter, courier: Cou
     state: dict[str, torch.Tensor] = {}
     step = courier.fetch(f"fsdp2/{name}/step")
     state["step"] = torch.as_tensor(step, dtype=torch.float32).detach().clone().cpu()
-    for key in _MOMENTS:
+    for key in MOMENTS:
         value = courier.fetch(f"fsdp2/{name}/{key}").detach().to(device=param.device)
         value = value.to(param.dtype)
         if isinstance(param, DTensor):

@@ -86,6 +86,9 @@ class OwnerMap(Protocol):
     def control(self) -> dist.ProcessGroup | None:
         """A CPU group over all ranks of the mesh for ``CallOrder``; None where there is none."""
 
+    def place_of(self, owner: int) -> int:
+        """The rank of ``owner`` in the group ``everyone``, which is ordered by global ranks."""
+
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""
 
@@ -105,6 +108,10 @@ class ShardOwners:
         self.num_owners = len(ranks)
         self.num_replicas = 1
         self.rank = self.everyone.rank()
+
+    def place_of(self, owner: int) -> int:
+        """The rank of ``owner`` in the group ``everyone``."""
+        return owner
 
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""
@@ -142,6 +149,11 @@ class GridOwners:
         self.control = _control_group(everyone, timeout)
         self.num_owners = ranks_RS.numel()
         self.num_replicas = len(rows)
+        self._places = [sorted(everyone).index(rank) for rank in everyone]
+
+    def place_of(self, owner: int) -> int:
+        """The rank of ``owner`` in the group ``everyone``."""
+        return self._places[owner]
 
     def route(self, owner: int) -> Route:
         """How the matrices of ``owner`` travel."""
@@ -185,6 +197,14 @@ def _own_group(
         assert isinstance(group, dist.ProcessGroup)
         made[key] = group
     return made[key]
+
+
+def cpu_group(purpose: str, like: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A group over the ranks of ``like`` for host memory, used for ``purpose`` alone.
+
+    Collective over ``like`` the first time.
+    """
+    return _own_group(purpose, dist.get_process_group_ranks(like), timeout, backend="gloo")
 
 
 def _control_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:
