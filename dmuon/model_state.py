@@ -48,7 +48,7 @@ def get_model_state_dict(
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
-    walk = walk(dedication)
+    walk = live_values(dedication)
     _check_names(dedication, {name for name, _ in walk})
     whole = _whole_matrices(dedication, keep, device)
     dedicated = dedicated_names(dedication)
@@ -83,7 +83,7 @@ def set_model_state_dict(
     dedication = dedications.of(model)
     dedication.settle_for(Call.SET_MODEL_STATE_DICT)
     courier = Courier(dedication, state_dict)
-    targets = dict(walk(dedication))
+    targets = dict(live_values(dedication))
     report = _check(dedication, targets, courier, strict)
     dedicated = dedicated_names(dedication)
     for name, target in targets.items():
@@ -106,7 +106,7 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def walk(dedication: Dedication) -> list[tuple[str, Any]]:
+def live_values(dedication: Dedication) -> list[tuple[str, Any]]:
     """Names and live values in the order of ``model.state_dict()``. Local."""
     with dedication.guards_off():
         state = dedication.model.state_dict(keep_vars=True)

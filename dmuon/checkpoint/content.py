@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError
-from dmuon.model_state import dedicated_names, is_extra_state, walk
+from dmuon.model_state import dedicated_names, is_extra_state, live_values
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, symmetric_params
 from dmuon.parameter import DedicatedParam
@@ -140,7 +140,7 @@ def _add_model(
     }
     kept: dict[torch.Tensor, str] = {}
     assert canonical.keys() == dedicated_names(dedication)
-    for name, value in walk(dedication):
+    for name, value in live_values(dedication):
         if name in canonical:
             first = canonical[name]
             if first != name:
