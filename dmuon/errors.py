@@ -7,8 +7,12 @@
     ├── OwnershipError (RuntimeError)  weights or gradients asked for in a way owners cannot serve
     ├── NonFiniteGradientError (RuntimeError)  gradients with NaN or infinity, when asked for
     ├── CollectiveError (RuntimeError) ranks that disagree, or one that no longer takes part
-    └── StateDictError (ValueError)    names or shapes of a state dict that do not fit the model
+    ├── StateDictError (ValueError)    names or shapes of a state dict that do not fit the model
+    └── CheckpointError (RuntimeError) a checkpoint that cannot be written, read or used
+        └── DamagedCheckpointError     a folder or file that is not whole, or not what was written
 """
+
+from pathlib import Path
 
 
 class DMuonError(Exception):
@@ -62,3 +66,27 @@ class StateDictError(DMuonError, ValueError):
 
     def __reduce__(self) -> tuple[type["StateDictError"], tuple[str, list[str]]]:
         return type(self), (self.what, self.problems)
+
+
+class CheckpointError(DMuonError, RuntimeError):
+    """A checkpoint that cannot be written, read or used.
+
+    Attributes:
+        path: of the folder, or of the file where there is no folder.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A folder or file that is not whole, or no longer what was written."""
+
+    def __str__(self) -> str:
+        return f"{self.path} is not a whole checkpoint: {self.reason}"

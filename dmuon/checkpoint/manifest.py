@@ -1,0 +1,283 @@
+"""The manifest that makes a folder a checkpoint: what is in it, and whether it is whole."""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmuon.checkpoint import fields
+from dmuon.checkpoint.durable_file import write_file
+from dmuon.checkpoint.facts import FileFacts, TensorFacts
+from dmuon.checkpoint.file_names import check_plain, file_in
+from dmuon.checkpoint.plain_json import decode, encode, parse
+from dmuon.errors import CheckpointError, DamagedCheckpointError
+
+__all__ = [
+    "MANIFEST_FILE",
+    "FileFacts",
+    "Manifest",
+    "OptimizerFacts",
+    "TensorFacts",
+    "read_manifest",
+    "verify",
+    "write_manifest",
+]
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "dmuon-checkpoint"
+FORMAT_VERSION = 1
+_MOST_BYTES = 256 * 2**20
+_HEAD = '{\n "sha256": "%s",\n'
+"""How every version begins: with the SHA-256 of the rest, so that no byte changes unnoticed."""
+
+
+class NewerFormatError(ValueError):
+    """Written by a later version of this package."""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """The optimizer's state apart from its tensors.
+
+    Attributes:
+        param_groups: settings of each group, as plain data.
+        num_steps: that the optimizer has done.
+        steps: that each parameter has done, by its name.
+    """
+
+    param_groups: list[dict[str, Any]]
+    num_steps: int
+    steps: Mapping[str, int | float]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself, apart from its tensors' values.
+
+    Attributes:
+        step: optimizer steps done.
+        files: by name; the manifest itself is not among them.
+        tensors: by the name of their file and their own.
+        mesh: sizes that it was written on; nothing depends on them.
+        tied: weights stored once: the other name, and the name that is in a file.
+        optimizer: None for weights alone.
+        extra: the caller's plain data.
+        versions: of the packages that wrote it.
+        created: seconds since the epoch.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+
+    step: int
+    files: Mapping[str, FileFacts]
+    tensors: Mapping[str, Mapping[str, TensorFacts]]
+    mesh: Mapping[str, int]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    optimizer: OptimizerFacts | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            check_plain(name)
+            if name == MANIFEST_FILE:
+                raise ValueError(f"{name} cannot be among its own files")
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        seen: set[str] = set()
+        for file, tensors in self.tensors.items():
+            if file not in self.files:
+                raise ValueError(f"the file {file!r:.100} of tensors is not among its files")
+            if sum(facts.num_bytes for facts in tensors.values()) > self.files[file].size:
+                raise ValueError(f"{file} is smaller than the tensors in it")
+            if twice := seen & tensors.keys():
+                raise ValueError(f"{min(twice)!r:.100} is in {file} and in another file")
+            seen.update(tensors)
+        for alias, kept in self.tied.items():
+            if alias in seen or kept not in seen:
+                raise ValueError(f"{alias!r:.100} cannot stand for {kept!r:.100}")
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``.
+
+        Raises:
+            TypeError: the caller's data, or the settings of a group, are not plain.
+        """
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "created": self.created,
+            "versions": dict(self.versions),
+            "mesh": dict(self.mesh),
+            "files": {
+                name: {"size": facts.size, "sha256": facts.sha256}
+                for name, facts in self.files.items()
+            },
+            "tensors": {
+                file: {
+                    name: {"dtype": facts.dtype, "shape": list(facts.shape)}
+                    for name, facts in tensors.items()
+                }
+                for file, tensors in self.tensors.items()
+            },
+            "tied": dict(self.tied),
+            "optimizer": _encode_optimizer(self.optimizer),
+            "extra": encode(self.extra, "extra"),
+        }
+        rest = json.dumps(content, indent=1, allow_nan=False).removeprefix("{\n") + "\n"
+        return _HEAD % hashlib.sha256(rest.encode()).hexdigest() + rest
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Read the text of ``manifest.json``, which may be anybody's.
+
+        Raises:
+            ValueError: it is no manifest, has changed, or is of a newer format.
+        """
+        _check_head(text)
+        content = fields.mapping(parse(text), "it")
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
+        version = fields.count_at(content, "format_version")
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
+                "this version of dmuon reads; update dmuon to read it"
+            )
+        return cls(
+            step=fields.count_at(content, "step"),
+            files={
+                name: FileFacts(fields.count_at(facts, "size"), fields.sha256_at(facts, "sha256"))
+                for name, facts in fields.mappings_at(content, "files").items()
+            },
+            tensors={
+                file: {
+                    name: fields.tensor_facts_at(tensors, name)
+                    for tensors in [fields.mapping_at(by_file, file)]
+                    for name in tensors
+                }
+                for by_file in [fields.mapping_at(content, "tensors")]
+                for file in by_file
+            },
+            mesh=fields.counts_at(content, "mesh"),
+            tied=fields.texts_at(content, "tied"),
+            optimizer=_decode_optimizer(content.get("optimizer")),
+            extra=fields.mapping(decode(content.get("extra")), "'extra'"),
+            versions=fields.texts_at(content, "versions"),
+            created=fields.number_at(content, "created"),
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over the names and contents of the files: equal where the contents are."""
+        facts = {name: file.sha256 for name, file in sorted(self.files.items())}
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _encode_optimizer(optimizer: OptimizerFacts | None) -> Any:
+    if optimizer is None:
+        return None
+    return {
+        "param_groups": encode(list(optimizer.param_groups), "param_groups"),
+        "num_steps": optimizer.num_steps,
+        "steps": encode(dict(optimizer.steps), "steps"),
+    }
+
+
+def _decode_optimizer(content: Any) -> OptimizerFacts | None:
+    if content is None:
+        return None
+    content = fields.mapping(content, "optimizer")
+    groups = decode(content.get("param_groups"))
+    if not isinstance(groups, list):
+        raise ValueError("its param_groups are no list")
+    steps = fields.mapping(decode(content.get("steps")), "steps")
+    return OptimizerFacts(
+        param_groups=[fields.mapping(group, "a group of parameters") for group in groups],
+        num_steps=fields.count_at(content, "num_steps"),
+        steps={name: fields.number_at(steps, name) for name in steps},
+    )
+
+
+def _check_head(text: str) -> None:
+    length = len(_HEAD % hashlib.sha256().hexdigest())
+    head, rest = text[:length], text[length:]
+    if head != _HEAD % hashlib.sha256(rest.encode()).hexdigest():
+        raise ValueError(
+            "it does not begin with the SHA-256 of what follows, so it has changed since it was "
+            "written, or is the manifest of something else"
+        )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint folder.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it is not what was written.
+        CheckpointError: it is of a newer format.
+    """
+    if not os.path.lexists(folder / MANIFEST_FILE):
+        what = "so writing it was never finished" if folder.is_dir() else "as there is no folder"
+        raise DamagedCheckpointError(folder, f"it has no {MANIFEST_FILE}, {what}")
+    path = file_in(folder, MANIFEST_FILE)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+        return Manifest.from_json(data.decode("utf-8"))
+    except NewerFormatError as error:
+        raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = f"its {MANIFEST_FILE} cannot be read: {error}"
+        raise DamagedCheckpointError(folder, reason) from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commit a checkpoint: when this returns it survives a crash of the machine."""
+    write_file(folder / MANIFEST_FILE, manifest.to_json().encode("utf-8"))
+
+
+def verify(
+    folder: Path, manifest: Manifest, *, hashes: bool = True, only: Collection[str] | None = None
+) -> None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        hashes: read every file and compare its SHA-256 too.
+        only: names of the files to look at; by default all. So ranks can share the work.
+
+    Raises:
+        DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
+    """
+    names = list(manifest.files if only is None else only)
+    for name in names:
+        _check_size(folder, name, manifest.files[name])
+    for name in names if hashes else ():
+        _check_hash(folder, name, manifest.files[name])
+
+
+def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
+    size = file_in(folder, name).stat().st_size
+    if size != facts.size:
+        how = "was cut" if size < facts.size else "has grown"
+        raise DamagedCheckpointError(folder, f"{name} {how}: {size} bytes, not {facts.size}")
+
+
+def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
+    try:
+        with file_in(folder, name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
+    if found != facts.sha256:
+        reason = f"{name} has changed since it was written (SHA-256)"
+        raise DamagedCheckpointError(folder, reason)

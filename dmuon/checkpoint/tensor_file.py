@@ -1,0 +1,211 @@
+"""Safetensors files: written as a stream, read tensor by tensor and row by row.
+
+Reading is not done by mapping a file into memory, as the safetensors library does: a file that is
+cut meanwhile would end the process, where an ordinary read names it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dmuon.checkpoint.durable_file import whole_file
+from dmuon.checkpoint.facts import FileFacts, TensorFacts, facts_of
+from dmuon.checkpoint.file_names import file_in
+from dmuon.checkpoint.header import Span, file_order, make_header, read_header
+from dmuon.checkpoint.manifest import Manifest
+from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
+
+CHUNK_BYTES = 8 * 2**20
+"""The most that is copied at once while writing."""
+
+
+def write_tensors(
+    path: Path, facts: Mapping[str, TensorFacts], fetch: Callable[[str], Tensor]
+) -> FileFacts:
+    """Write a safetensors file that appears under ``path`` when it is whole and on the disk.
+
+    No more than one tensor is held here at a time, and at most `CHUNK_BYTES` are copied at once.
+
+    Args:
+        path: in a folder that is there.
+        facts: of every tensor, by name.
+        fetch: called with each name once, in the order of `file_order`; ``tensors.pop`` of a dict
+            gives memory back as soon as it is written. Any device, contiguous or not.
+
+    Raises:
+        CheckpointError: a tensor is not what ``facts`` says; nothing is left of the file.
+        OSError: such as on a full disk; nothing is left of the file.
+    """
+    try:
+        header = make_header(facts)
+    except ValueError as error:
+        raise CheckpointError(path, f"it cannot be written: {error}") from None
+    with whole_file(path) as file:
+        file.write(header)
+        for name in file_order(facts):
+            tensor = fetch(name).detach()
+            _check(path, name, facts[name], tensor)
+            for chunk in _chunks(tensor):
+                file.write(_bytes_of(chunk.cpu()))
+        return file.facts()
+
+
+def _check(path: Path, name: str, facts: TensorFacts, tensor: Tensor) -> None:
+    if (tensor.dtype, tuple(tensor.shape)) != (facts.torch_dtype, facts.shape):
+        raise CheckpointError(
+            path,
+            f"{name} was announced as {facts.dtype} {list(facts.shape)}, but is {tensor.dtype} "
+            f"{list(tensor.shape)}",
+        )
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """The values of a tensor in their order, contiguous, a bounded number at a time."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(max(1, CHUNK_BYTES // tensor.itemsize))
+    elif tensor.nbytes <= CHUNK_BYTES:
+        yield tensor.contiguous()
+    else:
+        row_bytes = tensor.nbytes // len(tensor)
+        for rows in tensor.split(max(1, CHUNK_BYTES // row_bytes)):
+            yield from _chunks(rows if len(rows) > 1 else rows[0])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    plain = tensor.resolve_conj().resolve_neg()  # bits that say how to read the memory
+    return memoryview(plain.view(-1).view(torch.uint8).numpy().data)
+
+
+class TensorFile:
+    """A safetensors file, of which any tensor can be read, or some of its rows.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        DamagedCheckpointError: it is no whole safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._spans = read_header(path)
+        self.facts: Mapping[str, TensorFacts] = {
+            name: span.facts for name, span in self._spans.items()
+        }
+        """Of every tensor, in the order of the file."""
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or some of its rows, and nothing else.
+
+        Args:
+            name: a key of ``facts``.
+            rows: of its first dim, as in ``tensor[rows]`` with a step of 1; None for all.
+
+        Raises:
+            DamagedCheckpointError: the file has been cut since it was opened.
+        """
+        span = self._spans[name]
+        begin, shape = _part(name, span, rows)
+        tensor = torch.empty(shape, dtype=span.facts.torch_dtype)
+        left = _bytes_of(tensor)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                while left:
+                    count = file.readinto(left)
+                    if not count:
+                        raise DamagedCheckpointError(self.path, f"it ends within {name}")
+                    left = left[count:]
+        except OSError as error:
+            raise DamagedCheckpointError(self.path, f"{name} cannot be read: {error}") from error
+        return tensor
+
+
+def _part(name: str, span: Span, rows: slice | None) -> tuple[int, tuple[int, ...]]:
+    """Where some rows of a tensor begin in its file, and their shape."""
+    shape = span.facts.shape
+    if rows is None:
+        return span.begin, shape
+    if not shape:
+        raise SetupError(f"{name} has no dims, so it has no rows; read it with rows=None")
+    first, last, step = rows.indices(shape[0])
+    if step != 1:
+        raise SetupError(f"{name}: rows are read with a step of 1, not {step}")
+    part = (max(last - first, 0), *shape[1:])
+    row_bytes = span.facts.num_bytes // max(shape[0], 1)
+    return span.begin + first * row_bytes, part
+
+
+class TensorReader:
+    """The tensors of a checkpoint: read by name, from any of its files.
+
+    A file is looked at when something of it is read for the first time.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._tensors = manifest.tensors
+        self._file_of = {
+            name: file for file, tensors in manifest.tensors.items() for name in tensors
+        }
+        self._files: dict[str, TensorFile] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, file by file."""
+        return list(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def facts(self, name: str) -> TensorFacts:
+        """Type and shape, by the manifest."""
+        return self._tensors[self._place(name)][name]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or some of its rows, and nothing else.
+
+        Args:
+            name: one of ``names``.
+            rows: of its first dim, as in ``tensor[rows]`` with a step of 1; None for all.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+            DamagedCheckpointError: its file is not what the manifest says.
+        """
+        return self._open(self._place(name)).read(name, rows)
+
+    def _place(self, name: str) -> str:
+        if name not in self._file_of:
+            raise CheckpointError(self.folder, f"it has no tensor {name!r}")
+        return self._file_of[name]
+
+    def _open(self, file: str) -> TensorFile:
+        if file not in self._files:
+            opened = TensorFile(file_in(self.folder, file))
+            if opened.facts != self._tensors[file]:
+                changed = _first_difference(self._tensors[file], opened.facts)
+                raise DamagedCheckpointError(
+                    self.folder, f"{file} does not hold what the manifest says: {changed}"
+                )
+            self._files[file] = opened
+        return self._files[file]
+
+
+def _first_difference(
+    announced: Mapping[str, TensorFacts], found: Mapping[str, TensorFacts]
+) -> str:
+    for name in sorted(announced.keys() | found.keys()):
+        if announced.get(name) != found.get(name):
+            return f"{name!r:.100} is {found.get(name)}, not {announced.get(name)}"
+    return "their order"
+
+
+__all__ = ["CHUNK_BYTES", "TensorFile", "TensorReader", "facts_of", "file_order", "write_tensors"]
