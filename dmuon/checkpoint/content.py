@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dmuon.checkpoint.assignment import Section
+from dmuon.checkpoint.facts import TensorFacts, facts_of
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError
-from dmuon.model_state import dedicated_names, is_extra_state, live_values
+from dmuon.model_state import dedicated_names, live_values
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, symmetric_params
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import MASTER_DTYPE, Parcel
 
-MODEL, OPTIM = "model", "optim"
+MODEL: Section = "model"
+OPTIM: Section = "optim"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Entry:
         dtype: in the file.
     """
 
-    section: str
+    section: Section
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -43,6 +45,11 @@ class Entry:
     def key(self) -> str:
         """Unique in the checkpoint."""
         return f"{self.section} {self.name}"
+
+    @property
+    def facts(self) -> TensorFacts:
+        """What the manifest says about it."""
+        return facts_of(torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
     @property
     def num_bytes(self) -> int:
@@ -167,9 +174,7 @@ def _add_moments(content: Content, name: str, state: dict[str, Any]) -> None:
     content.steps[name] = float(state["step"])
 
 
-def _entry(section: str, name: str, value: torch.Tensor) -> Entry:
+def _entry(section: Section, name: str, value: torch.Tensor) -> Entry:
     if isinstance(value, DTensor):
         return ShardedEntry(section, name, value.shape, value.dtype, value)
-    if is_extra_state(name) and value.dtype.is_complex:
-        raise CheckpointError(name, "its extra state is complex, which safetensors cannot hold")
     return PlainEntry(section, name, value.shape, value.dtype, value)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from dmuon.checkpoint.content import Entry, OwnedEntry, PlainEntry, ShardedEntry
 from dmuon.dedication import Dedication
 from dmuon.optimizer import Muon
-from dmuon.parcel import MASTER_DTYPE
 
 BUFFER_BYTES = 2**26
 
@@ -52,18 +51,16 @@ def collect(
     sharded: list[ShardedEntry] = []
     for entry in entries:
         is_mine = writer_of[entry.key] == me
-        if isinstance(entry, ShardedEntry) and _is_in_rows(entry.value):
+        if isinstance(entry, ShardedEntry) and is_in_rows(entry.value):
             sharded.append(entry)
             if is_mine:
                 collected[entry.key] = torch.empty(entry.shape, dtype=entry.dtype)
-        elif isinstance(entry, ShardedEntry):
-            whole = entry.value.full_tensor()  # collective
-            if is_mine:
-                collected[entry.key] = _to_host(whole, entry.dtype)
-        elif is_mine and isinstance(entry, OwnedEntry):
-            collected[entry.key] = _to_host(_owned_value(entry, optimizer), entry.dtype)
-        elif is_mine and isinstance(entry, PlainEntry):
-            collected[entry.key] = _to_host(entry.value, entry.dtype)
+            continue
+        # other shards than by rows come whole to every rank, one at a time
+        whole = entry.value.full_tensor() if isinstance(entry, ShardedEntry) else None
+        if is_mine:
+            value = _held_value(entry, optimizer) if whole is None else whole
+            collected[entry.key] = value.detach().to("cpu", entry.dtype, copy=True).contiguous()
     for pieces in _exchanges(sharded):
         _exchange(dedication, pieces, writer_of, collected)
     return collected
@@ -75,22 +72,21 @@ def row_bounds(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
     return [(min(i * size, num_rows), min((i + 1) * size, num_rows)) for i in range(num_shards)]
 
 
-def _is_in_rows(value: DTensor) -> bool:
+def is_in_rows(value: DTensor) -> bool:
     """Whether it is split by rows along the last axis of the mesh alone, as by ``fully_shard``."""
     *others, last = value.placements
     return isinstance(last, Shard) and last.dim == 0 and all(p.is_replicate() for p in others)
 
 
-def _owned_value(entry: OwnedEntry, optimizer: Muon | None) -> torch.Tensor:
+def _held_value(entry: Entry, optimizer: Muon | None) -> torch.Tensor:
+    if isinstance(entry, PlainEntry):
+        return entry.value
+    assert isinstance(entry, OwnedEntry)
     if entry.kind == "momentum_buffer":
         assert optimizer is not None
         return optimizer.state[entry.param.param]["momentum_buffer"]
-    assert entry.parcel.master is not None and entry.parcel.master.dtype == MASTER_DTYPE
+    assert entry.parcel.master is not None  # it is written by its owner
     return entry.parcel.views(entry.parcel.master)[entry.parcel.params.index(entry.param)]
-
-
-def _to_host(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
 
 
 def _exchanges(entries: Iterable[ShardedEntry]) -> Iterator[list[Piece]]:

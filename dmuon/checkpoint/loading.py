@@ -4,8 +4,9 @@ Everything is checked on all ranks before anything changes.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,290 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dmuon import dedication as dedications
 from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
-from dmuon.checkpoint.content import Content, Entry, OwnedEntry, content_of
-from dmuon.checkpoint.facts import TensorFacts
+from dmuon.checkpoint.content import (
+    MODEL,
+    Content,
+    Entry,
+    OwnedEntry,
+    PlainEntry,
+    ShardedEntry,
+    content_of,
+)
 from dmuon.checkpoint.gathering import is_in_rows, row_bounds
-from dmuon.checkpoint.manifest import Manifest, OptimizerFacts
-from dmuon.checkpoint.source import Source, open_source
+from dmuon.checkpoint.manifest import Manifest
+from dmuon.checkpoint.source import CheckpointSource, Source, open_source
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
-from dmuon.model_state import set_extra_state
+from dmuon.errors import CheckpointError, SetupError
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded, equal on all ranks.
+
+    Attributes:
+        path: from where.
+        step: optimizer steps done; 0 where the source does not say.
+        extra: the plain data that was given to ``save_checkpoint``.
+        missing: weights of the model that were not there, with ``strict=False``.
+        unexpected: weights there that the model does not have, with ``strict=False``.
+    """
+
+    path: Path
+    step: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Muon | None = None,
+    *,
+    strict: bool = True,
+    verify_hashes: bool = True,
+    convert_dtype: bool = False,
+) -> LoadedCheckpoint:
+    """Load weights, and the optimizer's state, on any mesh. Collective over the mesh.
+
+    Args:
+        path: a checkpoint of `save_checkpoint`. Weights alone also come from a Hugging Face folder
+            or a single file (``.safetensors``, ``.bin``, ``.pt``; nothing in it is run).
+        model: as given to ``dedicate_params``.
+        optimizer: its ``dmuon.Muon``; None loads weights alone.
+        strict: refuse missing and unexpected weights; otherwise load what is there and report.
+        verify_hashes: read every file once more and compare its SHA-256; the ranks share the
+            work. Sizes are compared in any case.
+        convert_dtype: allow weights of another dtype than the model's.
+
+    Raises:
+        DamagedCheckpointError: on every rank: the checkpoint is not whole, or has changed.
+        CheckpointError: on every rank: it does not fit; nothing was changed. The exception is a
+            file that fails while it is read: the error says so, and the model must be loaded again.
+    """
+    dedication = dedications.of(model)
+    if optimizer is not None and optimizer.dedication is not dedication:
+        raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
+    dedication.settle_for(Call.LOAD_CHECKPOINT)
+    folder = Path(path)
+    source = _open(folder, dedication, verify_hashes)
+    manifest = _manifest_of(source)
+    content = content_of(dedication, optimizer, _trained(manifest))
+    loading = _Loading(dedication, optimizer, source, manifest, content, convert_dtype)
+    missing, unexpected = loading.check(strict)
+    problem = _attempt(loading.read)
+    problems = [p for p in gather_objects(dedication, problem) if p]
+    if problems:
+        raise CheckpointError(
+            folder, f"reading failed halfway, so the model must be loaded again: {problems[0]}"
+        )
+    dedication.unfilled -= loading.filled
+    dedication.engine.publish(wait=True)
+    step, extra = (0, {}) if manifest is None else (manifest.step, manifest.extra)
+    return LoadedCheckpoint(folder, step, extra, tuple(missing), tuple(unexpected))
+
+
+def _open(folder: Path, dedication: Dedication, hashes: bool) -> Source:
+    """Open and verify; each rank looks at its share of the files. Collective over the mesh."""
+    opened: list[Source] = []
+    me, size = dedication.owner_map.rank, dedication.owner_map.num_owners
+
+    def open_mine() -> None:
+        source = open_source(folder)
+        source.verify(hashes=hashes, only=sorted(source.files)[me::size])
+        opened.append(source)
+
+    problem: CheckpointError | None = None
+    try:
+        open_mine()
+    except CheckpointError as error:
+        problem = error
+    except OSError as error:
+        problem = CheckpointError(folder, f"it cannot be read: {error}")
+    for found in gather_objects(dedication, problem):
+        if found is not None:
+            raise found
+    source = opened[0]
+    manifest = _manifest_of(source)
+    digest = source.names if manifest is None else manifest.digest()
+    if len({str(each) for each in gather_objects(dedication, digest)}) > 1:
+        raise CheckpointError(
+            folder, "the ranks see different checkpoints there; they must share the storage"
+        )
+    return source
+
+
+def _manifest_of(source: Source) -> Manifest | None:
+    return source.manifest if isinstance(source, CheckpointSource) else None
+
+
+def _trained(manifest: Manifest | None) -> frozenset[str]:
+    """Names of the dedicated parameters whose momentum is in the checkpoint."""
+    if manifest is None:
+        return frozenset()
+    names = [name for tensors in manifest.tensors.values() for name in tensors]
+    prefix = "momentum_buffer/"
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+@dataclass
+class _Loading:
+    """One load: first `check`, then `read`."""
+
+    dedication: Dedication
+    optimizer: Muon | None
+    source: Source
+    manifest: Manifest | None
+    content: Content
+    converts: bool
+    filled: set[str] = field(default_factory=set)
+
+    def check(self, strict: bool) -> tuple[list[str], list[str]]:
+        """Compare what is there with what is needed; nothing changes. Collective over the mesh.
+
+        Returns:
+            Weights that are missing, and those that are not expected.
+
+        Raises:
+            CheckpointError: on every rank, listing what does not fit.
+        """
+        weights = [entry for entry in self.content.entries if entry.section == MODEL]
+        missing = [entry.name for entry in weights if self._name_of(entry) is None]
+        known = {entry.name for entry in weights} | self.content.tied.keys()
+        unexpected = [name for name in self.source.names if name not in known]
+        problems = [f"{name}: missing" for name in missing] if strict else []
+        problems += [f"{name}: not in this model" for name in unexpected] if strict else []
+        for entry in self.content.entries:
+            problems += self._misfit(entry)
+        if self.optimizer is not None:
+            problems += self._optimizer_misfits(self.optimizer)
+        everyones = [p for each in gather_objects(self.dedication, problems) for p in each]
+        if everyones:
+            shown = "\n  ".join(list(dict.fromkeys(everyones))[:20])
+            raise CheckpointError(
+                self.source.path, f"it does not fit, nothing was loaded:\n  {shown}"
+            )
+        return missing, unexpected
+
+    def read(self) -> None:
+        """Read what this rank needs. Local."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        for entry in self.content.entries:
+            name = self._name_of(entry)
+            if name is not None:
+                self._read_entry(entry, name)
+        if self.optimizer is not None:
+            self._read_optimizer(self.optimizer)
+
+    def _misfit(self, entry: Entry) -> list[str]:
+        name = self._name_of(entry)
+        if name is None or (entry.section != MODEL and self.manifest is None):
+            return []
+        if entry.section != MODEL and name not in self._state_names:
+            return [f"{name}: missing from the optimizer's state"]
+        facts = self.source.facts(name)
+        problems = []
+        if facts.shape != tuple(entry.shape):
+            problems.append(f"{name}: has shape {list(facts.shape)}, needs {list(entry.shape)}")
+        if facts.torch_dtype != entry.dtype and entry.section == MODEL and not self.converts:
+            problems.append(
+                f"{name}: is {facts.torch_dtype}, the model has {entry.dtype}; pass "
+                "convert_dtype=True to convert it"
+            )
+        if isinstance(entry, PlainEntry | ShardedEntry) and entry.value.is_meta:
+            problems.append(f"{name}: is on the meta device; call model.to_empty(device=...) first")
+        return problems
+
+    def _optimizer_misfits(self, optimizer: Muon) -> list[str]:
+        facts = None if self.manifest is None else self.manifest.optimizer
+        if facts is None:
+            return ["it holds no state of an optimizer; load it without one, for weights alone"]
+        ours = [list(group["names"]) for group in optimizer.param_groups]
+        if ours != [list(group.get("names", ())) for group in facts.param_groups]:
+            return ["param_groups: other parameters or another order than in this optimizer"]
+        known = symmetric_params(optimizer).keys() | {p.name for p in self.dedication.params}
+        strange = sorted(n for n in self._state_names if n.partition("/")[2] not in known)
+        return [f"{name}: no such parameter in this optimizer" for name in strange]
+
+    def _name_of(self, entry: Entry) -> str | None:
+        """Under which name the source holds it: its own, or for a weight one that is tied to it."""
+        if entry.section != MODEL:
+            return entry.name
+        aliases = [alias for alias, kept in self.content.tied.items() if kept == entry.name]
+        return next((n for n in (entry.name, *aliases) if n in self._weights), None)
+
+    @cached_property
+    def _weights(self) -> frozenset[str]:
+        return frozenset(self.source.names)
+
+    @cached_property
+    def _state_names(self) -> frozenset[str]:
+        if self.manifest is None:
+            return frozenset()
+        names = {name for tensors in self.manifest.tensors.values() for name in tensors}
+        return frozenset(names - self._weights)
+
+    def _read_entry(self, entry: Entry, name: str) -> None:
+        if isinstance(entry, OwnedEntry):
+            self._read_owned(entry, name)
+        elif isinstance(entry, ShardedEntry):
+            self._fill(entry.value, name)
+        elif isinstance(entry, PlainEntry):
+            entry.value.copy_(self.source.read(name))
+
+    def _read_owned(self, entry: OwnedEntry, name: str) -> None:
+        if entry.kind == "weight":
+            self.filled.add(entry.param.name)
+        if entry.parcel.master is None:
+            return
+        value = self.source.read(name)
+        if entry.kind == "momentum_buffer":
+            assert self.optimizer is not None
+            momentum = value.to(device=entry.parcel.device, dtype=MASTER_DTYPE)
+            self.optimizer.state[entry.param.param] = {"momentum_buffer": momentum}
+        else:
+            place = entry.parcel.params.index(entry.param)
+            entry.parcel.views(entry.parcel.master)[place].copy_(value)
+
+    def _fill(self, target: torch.Tensor, name: str) -> None:
+        """Read into ``target`` what this rank holds of it."""
+        if not isinstance(target, DTensor):
+            target.copy_(self.source.read(name))
+        elif is_in_rows(target):
+            coordinate = target.device_mesh.get_coordinate()
+            assert coordinate is not None  # checked at set-up
+            bounds = row_bounds(target.shape[0], target.device_mesh.size(-1))
+            target.to_local().copy_(self.source.read(name, slice(*bounds[coordinate[-1]])))
+        else:
+            whole = self.source.read(name).to(target.device)
+            mesh, placements = target.device_mesh, target.placements
+            share = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            target.to_local().copy_(share.to_local())
+
+    def _read_optimizer(self, optimizer: Muon) -> None:
+        assert self.manifest is not None
+        assert self.manifest.optimizer is not None
+        facts = self.manifest.optimizer
+        for name, param in symmetric_params(optimizer).items():
+            if name in facts.steps:
+                state = {"step": torch.tensor(float(facts.steps[name]), dtype=torch.float32)}
+                for moment in MOMENTS:
+                    state[moment] = torch.zeros_like(param)
+                    self._fill(state[moment], f"{moment}/{name}")
+                optimizer.state[param] = state
+        for group, saved in zip(optimizer.param_groups, facts.param_groups, strict=True):
+            group.update(live_group(saved))
+        optimizer.num_steps = facts.num_steps
+
+
+def _attempt(do: Callable[[], None]) -> str | None:
+    try:
+        do()
+    except Exception as error:  # whatever it is, all ranks must hear of it
+        return f"{type(error).__name__}: {error}"
+    return None

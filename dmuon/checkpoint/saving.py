@@ -1,9 +1,9 @@
 """Saving a checkpoint: every tensor is written by one rank, the manifest last.
 
 What a rank writes is first copied into its host memory, which is all that training waits for; the
-rest may go on beside it. In the background the ranks meet twice, over a CPU group of their own: when
-all have written, and when the first has committed. So either all learn that the checkpoint is good,
-or all learn what kept it from being so.
+rest may go on beside it. In the background the ranks meet twice, over a CPU group of their own:
+when all have written, and when the first has committed. So either all learn that the checkpoint is
+good, or all learn what kept it from being so.
 """
 
 import hashlib
@@ -210,17 +210,20 @@ def _folder_problem(folder: Path, given: _Given) -> str | None:
     try:
         encode(dict(given.extra), "extra")
         for name, data in given.files.items():
-            check_plain(name)
-            if name in (MANIFEST_FILE, INDEX_FILE) or name.endswith(".safetensors"):
-                return f"the file {name} of yours has the name of one of its own"
-            if not isinstance(data, bytes):
-                return f"the file {name} must be given as bytes, not {type(data).__name__}"
+            _check_file(name, data)
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            return "it exists and is not empty; nothing is overwritten, give another path"
+        is_used = any(folder.iterdir())
     except (OSError, TypeError, ValueError) as error:
         return f"it cannot be written: {error}"
-    return None
+    return "it is not empty; nothing is overwritten, give another path" if is_used else None
+
+
+def _check_file(name: str, data: object) -> None:
+    check_plain(name)
+    if name in (MANIFEST_FILE, INDEX_FILE) or name.endswith(".safetensors"):
+        raise ValueError(f"the file {name} of yours has the name of one of its own")
+    if not isinstance(data, bytes):
+        raise TypeError(f"the file {name} must be given as bytes, not {type(data).__name__}")
 
 
 def _head(
@@ -238,7 +241,6 @@ def _head(
         "step": counted if given.step is None else given.step,
         "mesh": {"replicate": owner_map.num_replicas, "shard": shards},
         "tied": content.tied,
-        "module_state": content.module_state,
         "optimizer": facts,
         "extra": dict(given.extra),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -289,7 +291,7 @@ class _Work:
 
     def _write_mine(self, me: int) -> dict[str, FileFacts]:
         written: dict[str, FileFacts] = {}
-        facts = {entry.key: entry.facts for entry in self.entries}
+        facts: dict[str, TensorFacts] = {entry.key: entry.facts for entry in self.entries}
         for section in SECTIONS:
             names = self.assignment.names_of(section, me)
             if not names:
