@@ -100,6 +100,11 @@ def _name_files(writers: Mapping[tuple[Section, str], int]) -> dict[tuple[Sectio
     }
 
 
+def section_of(file: str) -> Section:
+    """The section that a file holds, by its name."""
+    return "optim" if file.startswith("optim-") else "model"
+
+
 def _file_name(section: Section, number: int, count: int) -> str:
     if section == "model" and count == 1:
         return "model.safetensors"  # the one name that is read without an index

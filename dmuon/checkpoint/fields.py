@@ -1,5 +1,6 @@
 """Fields of JSON that may be anybody's: of the right type, or a ValueError that names them."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,7 @@ def count_at(content: Mapping[str, Any], key: str) -> int:
 def number_at(content: Mapping[str, Any], key: str) -> int | float:
     """A number."""
     value = content.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{key!r:.100} is no number: {value!r:.100}")
     return value
 

@@ -1,5 +1,6 @@
 """Names of files that come from a checkpoint itself, which may be anybody's: only plain ones."""
 
+import os
 from pathlib import Path, PureWindowsPath
 
 from dmuon.errors import DamagedCheckpointError
@@ -19,19 +20,31 @@ def check_plain(name: str) -> None:
         raise ValueError(f"{name[:300]!r} is not a plain file name, so it is not followed")
 
 
+def plain_file(folder: Path, name: str) -> Path:
+    """The path of a file in a folder; links are followed.
+
+    Raises:
+        DamagedCheckpointError: it is missing or no file, or the name is not a plain one.
+    """
+    try:
+        check_plain(name)
+    except ValueError as error:
+        raise DamagedCheckpointError(folder, str(error)) from None
+    path = folder / name
+    if not path.is_file():
+        what = "not a file" if os.path.lexists(path) else "missing"
+        raise DamagedCheckpointError(folder, f"{name} is {what}")
+    return path
+
+
 def file_in(folder: Path, name: str) -> Path:
-    """The path of a file of a checkpoint.
+    """The path of a file of a checkpoint, which does not leave its folder.
 
     Raises:
         DamagedCheckpointError: it is missing, no file, or a link to somewhere else.
     """
-    try:
-        check_plain(name)
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{name} is a link that leaves the folder, so it is not followed")
-        if not path.is_file():
-            raise ValueError(f"{name} is {'not a file' if path.exists() else 'missing'}")
-    except (ValueError, OSError, RuntimeError) as error:  # a link to itself is either of the last
-        raise DamagedCheckpointError(folder, str(error)) from None
+    path = plain_file(folder, name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        reason = f"{name} is a link that leaves the folder, so it is not followed"
+        raise DamagedCheckpointError(folder, reason)
     return path

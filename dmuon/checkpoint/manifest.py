@@ -34,7 +34,7 @@ _HEAD = '{\n "sha256": "%s",\n'
 """How every version begins: with the SHA-256 of the rest, so that no byte changes unnoticed."""
 
 
-class NewerFormatError(ValueError):
+class _NewerFormatError(ValueError):
     """Written by a later version of this package."""
 
 
@@ -146,8 +146,10 @@ class Manifest:
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
         version = fields.count_at(content, "format_version")
+        if version < 1:
+            raise ValueError(f"there is no format version {version}")
         if version > FORMAT_VERSION:
-            raise NewerFormatError(
+            raise _NewerFormatError(
                 f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
                 "this version of dmuon reads; update dmuon to read it"
             )
@@ -232,16 +234,26 @@ def read_manifest(folder: Path) -> Manifest:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
         return Manifest.from_json(data.decode("utf-8"))
-    except NewerFormatError as error:
+    except _NewerFormatError as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be read: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"its {MANIFEST_FILE} cannot be read: {error}"
         raise DamagedCheckpointError(folder, reason) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit a checkpoint: when this returns it survives a crash of the machine."""
-    write_file(folder / MANIFEST_FILE, manifest.to_json().encode("utf-8"))
+    """Commit a checkpoint: when this returns it survives a crash of the machine.
+
+    Raises:
+        CheckpointError: something in it is not plain data; nothing was written.
+        OSError: such as on a full disk; nothing was written.
+    """
+    try:
+        text = manifest.to_json()
+        Manifest.from_json(text)  # what could not be read must not replace what can
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
+    write_file(folder / MANIFEST_FILE, text.encode("utf-8"))
 
 
 def verify(
@@ -259,6 +271,9 @@ def verify(
         DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
     """
     names = list(manifest.files if only is None else only)
+    for name in names:
+        if name not in manifest.files:
+            raise CheckpointError(folder, f"{name!r:.100} is not one of its files")
     for name in names:
         _check_size(folder, name, manifest.files[name])
     for name in names if hashes else ():

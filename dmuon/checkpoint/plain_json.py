@@ -78,7 +78,7 @@ def decode(value: Any) -> Any:
     try:
         (content,) = value.values()
         return _DECODERS[kind](content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{value!r:.100} is no value that was written here") from error
 
 
@@ -91,6 +91,8 @@ def _decode_dtype(name: str) -> torch.dtype:
 
 def _decode_scalar(content: list[Any]) -> torch.Tensor:
     value, dtype = (decode(item) for item in content)
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(value)
     return torch.tensor(value, dtype=dtype)
 
 

@@ -4,17 +4,17 @@ Reading is not done by mapping a file into memory, as the safetensors library do
 cut meanwhile would end the process, where an ordinary read names it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dmuon.checkpoint.durable_file import whole_file
-from dmuon.checkpoint.facts import FileFacts, TensorFacts, facts_of
+from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import file_in
 from dmuon.checkpoint.header import Span, file_order, make_header, read_header
-from dmuon.checkpoint.manifest import Manifest
+from dmuon.checkpoint.manifest import Manifest, verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
 
 CHUNK_BYTES = 8 * 2**20
@@ -129,14 +129,23 @@ def _part(name: str, span: Span, rows: slice | None) -> tuple[int, tuple[int, ..
     shape = span.facts.shape
     if rows is None:
         return span.begin, shape
-    if not shape:
+    first, count = row_range(name, span.facts, rows)
+    row_bytes = span.facts.num_bytes // max(shape[0], 1)
+    return span.begin + first * row_bytes, (count, *shape[1:])
+
+
+def row_range(name: str, facts: TensorFacts, rows: slice) -> tuple[int, int]:
+    """The first row that a slice takes, and how many.
+
+    Raises:
+        SetupError: the tensor has no rows, or the slice leaves some out.
+    """
+    if not facts.shape:
         raise SetupError(f"{name} has no dims, so it has no rows; read it with rows=None")
-    first, last, step = rows.indices(shape[0])
+    first, last, step = rows.indices(facts.shape[0])
     if step != 1:
         raise SetupError(f"{name}: rows are read with a step of 1, not {step}")
-    part = (max(last - first, 0), *shape[1:])
-    row_bytes = span.facts.num_bytes // max(shape[0], 1)
-    return span.begin + first * row_bytes, part
+    return first, max(last - first, 0)
 
 
 class TensorReader:
@@ -151,6 +160,7 @@ class TensorReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
+        self._manifest = manifest
         self._tensors = manifest.tensors
         self._file_of = {
             name: file for file, tensors in manifest.tensors.items() for name in tensors
@@ -182,6 +192,21 @@ class TensorReader:
         """
         return self._open(self._place(name)).read(name, rows)
 
+    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+        """Compare files with the manifest: sizes, headers and, unless told not to, every byte.
+
+        Args:
+            hashes: read every file and compare its SHA-256 too.
+            only: names of the files to look at; by default all. So ranks can share the work.
+
+        Raises:
+            DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
+        """
+        verify(self.folder, self._manifest, hashes=hashes, only=only)
+        for file in self._tensors:
+            if only is None or file in only:
+                self._open(file)
+
     def _place(self, name: str) -> str:
         if name not in self._file_of:
             raise CheckpointError(self.folder, f"it has no tensor {name!r}")
@@ -206,6 +231,3 @@ def _first_difference(
         if announced.get(name) != found.get(name):
             return f"{name!r:.100} is {found.get(name)}, not {announced.get(name)}"
     return "their order"
-
-
-__all__ = ["CHUNK_BYTES", "TensorFile", "TensorReader", "facts_of", "file_order", "write_tensors"]

@@ -1,0 +1,287 @@
+"""Where weights are read from: a checkpoint of ours, a Hugging Face folder, or a single file."""
+
+import os
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dmuon.checkpoint.assignment import section_of
+from dmuon.checkpoint.facts import DTYPES, TensorFacts, facts_of
+from dmuon.checkpoint.file_names import plain_file
+from dmuon.checkpoint.index_file import INDEX_FILE, read_index
+from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from dmuon.checkpoint.tensor_file import TensorFile, TensorReader, row_range
+from dmuon.errors import CheckpointError, DamagedCheckpointError
+
+_SAFETENSORS_FILE = "model.safetensors"
+_PICKLED_FILE = "pytorch_model.bin"
+_PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
+_PICKLED_ENDINGS = (".bin", ".pt", ".pth")
+
+
+class Source(ABC):
+    """Weights that can be read by name, wherever they are.
+
+    Attributes:
+        path: of the folder or file.
+    """
+
+    path: Path
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all weights; one that is tied to another may be missing outside of our checkpoints."""
+
+    @property
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the files that `verify` looks at."""
+
+    @abstractmethod
+    def facts(self, name: str) -> TensorFacts:
+        """Type and shape of a weight.
+
+        Raises:
+            CheckpointError: there is no such weight, or its file cannot be read.
+        """
+
+    @abstractmethod
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a weight, or some of its rows, on the CPU and in memory of its own.
+
+        Args:
+            name: one of ``names``.
+            rows: of its first dim, as in ``tensor[rows]`` with a step of 1; None for all.
+
+        Raises:
+            CheckpointError: there is no such weight, or its file cannot be read.
+        """
+
+    @abstractmethod
+    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+        """Check that files are whole, as far as what was written with them tells.
+
+        Args:
+            hashes: compare every byte, where there are hashes: in checkpoints of ours.
+            only: names of files to look at, of ``files``; by default all.
+
+        Raises:
+            DamagedCheckpointError: with the first that is not.
+        """
+
+
+def open_source(path: Path | str) -> Source:
+    """Open whatever weights are at ``path``; nothing in it is ever run.
+
+    Args:
+        path: a checkpoint folder of ours (checked against its manifest), a Hugging Face folder, or
+            a file: ``.safetensors``, or ``.bin``, ``.pt``, ``.pth`` holding a state dict.
+
+    Raises:
+        CheckpointError: there is nothing that can be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.is_file():
+        raise CheckpointError(path, "there is no such file or folder")
+    if path.suffix == ".safetensors":
+        return FilesSource.of_one(path, TensorFile)
+    if path.suffix in _PICKLED_ENDINGS:
+        return FilesSource.of_one(path, PickledFile)
+    endings = ", ".join((".safetensors", *_PICKLED_ENDINGS))
+    raise CheckpointError(path, f"it is neither a folder nor a file ending in {endings}")
+
+
+def _open_folder(folder: Path) -> Source:
+    if os.path.lexists(folder / MANIFEST_FILE):
+        return CheckpointSource(folder)
+    if any(folder.glob("optim-*-of-*.safetensors")):
+        read_manifest(folder)  # says that it was never finished
+    for file, index, open_file in (
+        (_SAFETENSORS_FILE, INDEX_FILE, TensorFile),
+        (_PICKLED_FILE, _PICKLED_INDEX_FILE, PickledFile),
+    ):
+        if (folder / file).is_file():
+            return FilesSource.of_one(folder / file, open_file)
+        if (folder / index).is_file():
+            return FilesSource(folder, _indexed(folder, folder / index), open_file)
+    looked_for = (MANIFEST_FILE, _SAFETENSORS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
+    raise CheckpointError(folder, f"it has no weights: none of {', '.join(looked_for)}")
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    weight_map = read_index(index)
+    paths = {file: plain_file(folder, file) for file in sorted(set(weight_map.values()))}
+    return {name: paths[file] for name, file in weight_map.items()}
+
+
+class CheckpointSource(Source):
+    """The weights of a checkpoint of ours, tied ones under each of their names.
+
+    Attributes:
+        manifest: of the checkpoint.
+        reader: of all its tensors, those of the optimizer too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.manifest: Manifest = read_manifest(folder)
+        self.reader = TensorReader(folder, self.manifest)
+        self._names = {  # and what each is called in its file
+            name: name
+            for file, tensors in self.manifest.tensors.items()
+            for name in tensors
+            if section_of(file) == "model"
+        }
+        self._names |= self.manifest.tied
+
+    @property
+    def names(self) -> list[str]:
+        """Of all weights."""
+        return list(self._names)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all files but the manifest."""
+        return list(self.manifest.files)
+
+    def facts(self, name: str) -> TensorFacts:
+        """See `Source.facts`."""
+        return self.reader.facts(self._names.get(name, name))
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """See `Source.read`."""
+        return self.reader.read(self._names.get(name, name), rows)
+
+    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+        """See `Source.verify`."""
+        self.reader.verify(hashes=hashes, only=only)
+
+
+class WeightFile(Protocol):
+    """One file of weights."""
+
+    facts: Mapping[str, TensorFacts]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a weight, or some of its rows."""
+        ...
+
+
+class FilesSource(Source):
+    """Weights in files without a manifest. A file is opened when it is first needed.
+
+    Links are followed wherever they lead: the cache of the Hugging Face hub is made of them.
+
+    Args:
+        path: of the folder or file.
+        path_of: each weight.
+        open_file: opens one of the files.
+    """
+
+    def __init__(
+        self, path: Path, path_of: Mapping[str, Path], open_file: Callable[[Path], WeightFile]
+    ) -> None:
+        self.path = path
+        self._path_of = path_of
+        self._open_file = open_file
+        self._opened: dict[Path, WeightFile] = {}
+
+    @classmethod
+    def of_one(cls, path: Path, open_file: Callable[[Path], WeightFile]) -> "FilesSource":
+        """The weights of a single file."""
+        file = open_file(path)
+        source = cls(path, dict.fromkeys(file.facts, path), open_file)
+        source._opened[path] = file
+        return source
+
+    @property
+    def names(self) -> list[str]:
+        """Of all weights."""
+        return list(self._path_of)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with weights."""
+        return sorted({path.name for path in self._path_of.values()})
+
+    def facts(self, name: str) -> TensorFacts:
+        """See `Source.facts`."""
+        return self._file_with(name).facts[name]
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """See `Source.read`."""
+        return self._file_with(name).read(name, rows)
+
+    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+        """See `Source.verify`; there are no hashes, so headers and sizes alone are compared."""
+        for name, path in self._path_of.items():
+            if only is None or path.name in only:
+                self._file_with(name)
+
+    def _file_with(self, name: str) -> WeightFile:
+        if name not in self._path_of:
+            raise CheckpointError(self.path, f"it has no weight {name!r}")
+        path = self._path_of[name]
+        if path not in self._opened:
+            self._opened[path] = self._open_file(path)
+        if name not in self._opened[path].facts:
+            raise DamagedCheckpointError(path, f"it lacks {name!r}, which the index says it has")
+        return self._opened[path]
+
+
+class PickledFile:
+    """A state dict that ``torch.save`` wrote: tensors by name and nothing else.
+
+    It is read without running anything in it, and mapped into memory rather than copied.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: it holds anything else, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            is_mappable = zipfile.is_zipfile(path)  # not so before torch 1.6
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        except Exception as error:  # torch raises many kinds, for damage and for what is refused
+            first_line = str(error).partition("\n")[0]
+            reason = f"it is damaged, or holds more than tensors, which is not run: {first_line}"
+            raise CheckpointError(path, f"{reason}; convert it to safetensors") from error
+        self._tensors = self._checked(content)
+        self.facts: Mapping[str, TensorFacts] = {
+            name: facts_of(tensor) for name, tensor in self._tensors.items()
+        }
+        """Of every tensor, in the order of the file."""
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read a tensor, or some of its rows; see `TensorFile.read`."""
+        tensor = self._tensors[name]
+        if rows is not None:
+            tensor = tensor.narrow(0, *row_range(name, self.facts[name], rows))
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _checked(self, content: object) -> dict[str, Tensor]:
+        if not isinstance(content, dict):
+            raise CheckpointError(self.path, f"it holds a {type(content).__name__}, no state dict")
+        size = self.path.stat().st_size
+        for name, tensor in content.items():
+            if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter):
+                what = f"{name!r:.100} in it is a {type(tensor).__name__}"
+                raise CheckpointError(self.path, f"{what}; only tensors by name can be read")
+            if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
+                what = f"{name!r:.100} in it is {tensor.layout} {tensor.dtype}"
+                raise CheckpointError(self.path, f"{what}, which cannot be read")
+            if tensor.nbytes > size:
+                raise CheckpointError(self.path, f"{name!r:.100} in it is larger than the file")
+        return {name: tensor.detach() for name, tensor in content.items()}
