@@ -1,0 +1,101 @@
+"""Checkpoints: written in parallel, read on any mesh, never half."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_runner import run_ranks
+from tiny import build
+from wrapped import make_mesh, prepare, train
+
+import dmuon
+from dmuon.checkpoint.loading import load_checkpoint
+from dmuon.checkpoint.saving import save_checkpoint
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (4, 1)]
+
+
+def size_of(shape: tuple[int, ...]) -> int:
+    return int(torch.tensor(shape).prod())
+
+
+def name_of(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def flat(state: object, path: str = "") -> dict[str, object]:
+    """Everything in a nested dict by its path; groups and counters too."""
+    if isinstance(state, dict):
+        return {k: v for key, item in state.items() for k, v in flat(item, f"{path}/{key}").items()}
+    return {path: state}
+
+
+def assert_same(ours: dict[str, object], theirs: dict[str, object]) -> None:
+    ours, theirs = flat(ours), flat(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(ours[name], value), name
+        else:
+            assert ours[name] == value, name
+
+
+@pytest.mark.parametrize("written_on", MESHES, ids=name_of)
+def test_any_mesh_loads_what_any_mesh_wrote_and_goes_on_as_if_nothing_had_happened(
+    written_on: tuple[int, ...], tmp_path: Path
+) -> None:
+    def write(rank: int) -> None:
+        model = prepare(make_mesh(*written_on))
+        optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+        train(model, optimizer, range(3))
+        save_checkpoint(tmp_path / "first", model, optimizer, extra={"where": name_of(written_on)})
+        states = (
+            dmuon.get_model_state_dict(model),
+            dmuon.get_optimizer_state_dict(model, optimizer),
+        )
+        losses = train(model, optimizer, range(3, 6))
+        after = dmuon.get_model_state_dict(model)
+        if rank == 0:
+            torch.save((states, losses, after), tmp_path / "expected.pt")
+
+    run_ranks(size_of(written_on), write)
+    (model_state, optimizer_state), losses, after = torch.load(tmp_path / "expected.pt")
+    for read_on in MESHES:
+
+        def read(rank: int, read_on: tuple[int, ...] = read_on) -> None:
+            model = prepare(make_mesh(*read_on), seed=1)
+            optimizer = dmuon.Muon(model, lr=0.5, ns_dtype=torch.float32)
+            loaded = load_checkpoint(tmp_path / "first", model, optimizer)
+            assert (loaded.step, loaded.extra) == (3, {"where": name_of(written_on)})
+            assert_same(dmuon.get_model_state_dict(model), model_state)
+            assert_same(dmuon.get_optimizer_state_dict(model, optimizer), optimizer_state)
+            save_checkpoint(tmp_path / name_of(read_on), model, optimizer)
+            again = train(model, optimizer, range(3, 6))
+            if read_on == written_on:
+                assert again == losses
+                assert_same(dmuon.get_model_state_dict(model), after)
+            torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=0, atol=1e-4)
+
+        run_ranks(size_of(read_on), read)
+
+
+def test_the_weights_load_strictly_into_the_plain_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(3))
+        optimizer = dmuon.Muon(model)
+        train(model, optimizer, range(1))
+        handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+        expected = dmuon.get_model_state_dict(model)
+        train(model, optimizer, range(1, 3))
+        manifest = handle.wait()
+        assert handle.done
+        weights: dict[str, torch.Tensor] = {}
+        for file in sorted((tmp_path / "new").glob("model-*.safetensors")):
+            weights |= load_file(file)
+        build().load_state_dict(weights, strict=True)
+        assert_same(weights, expected)
+        assert manifest.step == 1
+
+    run_ranks(3, body)
