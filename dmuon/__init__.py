@@ -1,9 +1,13 @@
 """Muon for PyTorch on many ranks: every hidden matrix has one owner, the rest stays on FSDP2."""
 
+from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
 from dmuon.counters import Counters
 from dmuon.dedicate import dedicate_params
 from dmuon.errors import (
+    CheckpointError,
     CollectiveError,
+    DamagedCheckpointError,
     DMuonError,
     NonFiniteGradientError,
     OwnershipError,
@@ -34,15 +38,19 @@ __version__ = "0.1.0"
 __all__ = [
     "CLASSIC_COEFFICIENTS",
     "POLAR_EXPRESS_COEFFICIENTS",
+    "CheckpointError",
     "CollectiveError",
     "Counters",
     "DMuonError",
+    "DamagedCheckpointError",
     "Layout",
+    "LoadedCheckpoint",
     "Matrix",
     "Muon",
     "NonFiniteGradientError",
     "OwnershipError",
     "Plan",
+    "SaveHandle",
     "SetupError",
     "Split",
     "StateDictError",
@@ -55,10 +63,12 @@ __all__ = [
     "get_optimizer_state_dict",
     "get_owned_params",
     "is_hidden_matrix",
+    "load_checkpoint",
     "make_plan",
     "newton_schulz",
     "no_sync",
     "nonfinite_gradients",
+    "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "wait_all_replicate_broadcasts",
