@@ -7,7 +7,7 @@ end of backward, in the same order.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -264,6 +264,12 @@ class Engine:
         for block in self.blocks:
             for param in block.params:
                 param.drop_gradient()
+
+    def discard_gradients(self, params: Collection[DedicatedParam]) -> None:
+        """Forget the gradients of some parameters. Collective on a grid."""
+        self.ledger.discard(params)
+        for param in params:
+            param.drop_gradient()
 
     def _reduce_next(self) -> None:
         index = self._next_to_reduce

@@ -301,3 +301,20 @@ def test_steps_without_zero_grad_between_go_on_adding_up_as_in_torch() -> None:
         expect_equal(model, alone)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_zero_grad_of_a_part_of_the_model_reaches_the_owners(shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        model, alone = wrap(build(), make_mesh(*shape)), build()
+        optimizer, formula = dmuon.Muon(model, ns_dtype=torch.float32), formula_for(alone)
+        backward(model, 0)
+        for each in range(2):
+            (loss_of(alone, share(tokens(0), each, 2)) / 2).backward()
+        model.layers[0].zero_grad()
+        alone.layers[0].zero_grad()
+        optimizer.step()
+        formula.step()
+        expect_equal(model, alone)
+
+    run_ranks(2, body)
