@@ -146,31 +146,15 @@ class Manifest:
         """
         _check_head(text)
         content = fields.mapping(parse(text), "it")
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
-        version = fields.count_at(content, "format_version")
-        if version < 1:
-            raise ValueError(f"there is no format version {version}")
-        if version > FORMAT_VERSION:
-            raise _NewerFormatError(
-                f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
-                "this version of dmuon reads; update dmuon to read it"
-            )
+        _check_format(content)
+        tensors = fields.mapping_at(content, "tensors")
         return cls(
             step=fields.count_at(content, "step"),
             files={
                 name: FileFacts(fields.count_at(facts, "size"), fields.sha256_at(facts, "sha256"))
                 for name, facts in fields.mappings_at(content, "files").items()
             },
-            tensors={
-                file: {
-                    name: fields.tensor_facts_at(tensors, name)
-                    for tensors in [fields.mapping_at(by_file, file)]
-                    for name in tensors
-                }
-                for by_file in [fields.mapping_at(content, "tensors")]
-                for file in by_file
-            },
+            tensors={file: fields.tensors_at(tensors, file) for file in tensors},
             mesh=fields.counts_at(content, "mesh"),
             tied=fields.texts_at(content, "tied"),
             optimizer=_decode_optimizer(content.get("optimizer")),
@@ -209,6 +193,19 @@ def _decode_optimizer(content: Any) -> OptimizerFacts | None:
         num_steps=fields.count_at(content, "num_steps"),
         steps={name: fields.number_at(steps, name) for name in steps},
     )
+
+
+def _check_format(content: Mapping[str, Any]) -> None:
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
+    version = fields.count_at(content, "format_version")
+    if version < 1:
+        raise ValueError(f"there is no format version {version}")
+    if version > FORMAT_VERSION:
+        raise _NewerFormatError(
+            f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
+            "this version of dmuon reads; update dmuon to read it"
+        )
 
 
 def _check_head(text: str) -> None:
@@ -255,7 +252,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     try:
         text = manifest.to_json()
         Manifest.from_json(text)  # what could not be read must not replace what can
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
     write_file(folder / MANIFEST_FILE, text.encode("utf-8"))
 
