@@ -19,15 +19,15 @@ def flat(state: object, path: str = "") -> dict[str, Any]:
     return {path: state}
 
 
-def assert_same(ours: object, theirs: object) -> None:
+def assert_same(ours: object, theirs: object, where: str = "") -> None:
     ours, theirs = flat(ours), flat(theirs)
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys(), where
     for name, value in theirs.items():
         if isinstance(value, torch.Tensor):
-            assert ours[name].dtype == value.dtype, name
-            assert torch.equal(ours[name], value), name
+            assert ours[name].dtype == value.dtype, f"{name} {where}"
+            assert torch.equal(ours[name], value), f"{name} {where}"
         else:
-            assert ours[name] == value, name
+            assert ours[name] == value, f"{name} {where}"
 
 
 def states(model: nn.Module, optimizer: dmuon.Muon) -> dict[str, dict[str, Any]]:
