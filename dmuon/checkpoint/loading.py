@@ -36,6 +36,7 @@ from dmuon.checkpoint.tensor_file import TensorReader
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError, SetupError
 from dmuon.model_state import module_of
+from dmuon.names import original_name
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
@@ -249,8 +250,14 @@ class _Loading:
         facts = None if self.manifest is None else self.manifest.optimizer
         if facts is None:
             return ["it holds no state of an optimizer; load it without one, for weights alone"]
-        ours = [list(group["names"]) for group in optimizer.param_groups]
-        if ours != [list(group.get("names", ())) for group in facts.param_groups]:
+        named = self.dedication.model.named_parameters()
+        # some of those that nobody shards are in a group on one rank and not on several
+        frozen = {original_name(name) for name, param in named if not param.requires_grad}
+        ours, theirs = (
+            [[name for name in group.get("names", ()) if name not in frozen] for group in groups]
+            for groups in (optimizer.param_groups, facts.param_groups)
+        )
+        if ours != theirs:
             return ["param_groups: other parameters or another order than in this optimizer"]
         known = symmetric_params(optimizer).keys() | {p.name for p in self.dedication.params}
         strange = sorted(n for n in self._state_names if n.partition("/")[2] not in known)
@@ -274,6 +281,18 @@ class _Loading:
     def _has_master(self, name: str) -> bool:
         """Whether the float32 values of a weight are kept apart from it."""
         return self.optimizer is not None and f"master_weight/{name}" in self._state_names
+
+    def _facts(self, name: str) -> TensorFacts:
+        return self._holder(name).facts(name)
+
+    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        return self._holder(name).read(name, rows)
+
+    def _holder(self, name: str) -> Source | TensorReader:
+        """Where a tensor is read: among the weights, or the optimizer's state."""
+        if isinstance(self.source, CheckpointSource) and name not in self._weights:
+            return self.source.reader
+        return self.source
 
     def _name_of(self, entry: Entry) -> str | None:
         """Under which name the source holds it: its own, or for a weight one that is tied to it."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoints import assert_same
 from ranks_runner import run_ranks
 from tiny import build
 from wrapped import make_mesh, prepare, train
@@ -19,23 +20,6 @@ def size_of(shape: tuple[int, ...]) -> int:
 
 def name_of(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def flat(state: object, path: str = "") -> dict[str, object]:
-    """Everything in a nested dict by its path; groups and counters too."""
-    if isinstance(state, dict):
-        return {k: v for key, item in state.items() for k, v in flat(item, f"{path}/{key}").items()}
-    return {path: state}
-
-
-def assert_same(ours: dict[str, object], theirs: dict[str, object]) -> None:
-    ours, theirs = flat(ours), flat(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(ours[name], value), name
-        else:
-            assert ours[name] == value, name
 
 
 def write(written_on: tuple[int, ...], folder: Path) -> None:
