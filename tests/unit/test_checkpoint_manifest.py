@@ -225,6 +225,10 @@ LIES = {
         lambda c: c["extra"].update(x={"$scalar": [[[1] * 9], {"$dtype": "int8"}]}),
         "no value",
     ),
+    "a scalar of a type too small for it": (
+        lambda c: c["extra"].update(x={"$scalar": [300, {"$dtype": "int8"}]}),
+        "no value",
+    ),
     "a scalar that overflows": (
         lambda c: c["extra"].update(x={"$scalar": [2**80, {"$dtype": "int8"}]}),
         "no value",
