@@ -29,7 +29,7 @@ __all__ = [
 MANIFEST_FILE = "manifest.json"
 FORMAT = "dmuon-checkpoint"
 FORMAT_VERSION = 1
-_MOST_BYTES = 256 * 2**20
+_MOST_BYTES = 64 * 2**20  # half a million tensors
 _HEAD = '{\n "sha256": "%s",\n'
 """How every version begins: with the SHA-256 of the rest, so that no byte changes unnoticed."""
 
@@ -231,15 +231,18 @@ def read_manifest(folder: Path) -> Manifest:
     path = file_in(folder, MANIFEST_FILE)
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
-        return Manifest.from_json(data.decode("utf-8"))
+            return _parse(file.read(_MOST_BYTES + 1))
     except _NewerFormatError as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be read: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = f"its {MANIFEST_FILE} cannot be read: {error}"
         raise DamagedCheckpointError(folder, reason) from error
+
+
+def _parse(data: bytes) -> Manifest:
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+    return Manifest.from_json(data.decode("utf-8"))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -250,11 +253,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: such as on a full disk; nothing was written.
     """
     try:
-        text = manifest.to_json()
-        Manifest.from_json(text)  # what could not be read must not replace what can
+        data = manifest.to_json().encode("utf-8")
+        _parse(data)  # what could not be read must not replace what can
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
-    write_file(folder / MANIFEST_FILE, text.encode("utf-8"))
+    write_file(folder / MANIFEST_FILE, data)
 
 
 def verify(
