@@ -79,6 +79,12 @@ def tensor_facts_at(content: Mapping[str, Any], key: str) -> TensorFacts:
         raise ValueError(f"{key!r:.100}: {error}") from None
 
 
+def tensors_at(content: Mapping[str, Any], key: str) -> dict[str, TensorFacts]:
+    """Types and shapes of tensors by name."""
+    inner = mapping_at(content, key)
+    return {name: tensor_facts_at(inner, name) for name in inner}
+
+
 def count_list_at(content: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """A list of counts."""
     value = content.get(key)

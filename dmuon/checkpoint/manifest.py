@@ -29,7 +29,7 @@ __all__ = [
 MANIFEST_FILE = "manifest.json"
 FORMAT = "dmuon-checkpoint"
 FORMAT_VERSION = 1
-_MOST_BYTES = 256 * 2**20
+_MOST_BYTES = 64 * 2**20  # half a million tensors
 _HEAD = '{\n "sha256": "%s",\n'
 """How every version begins: with the SHA-256 of the rest, so that no byte changes unnoticed."""
 
@@ -143,31 +143,15 @@ class Manifest:
         """
         _check_head(text)
         content = fields.mapping(parse(text), "it")
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
-        version = fields.count_at(content, "format_version")
-        if version < 1:
-            raise ValueError(f"there is no format version {version}")
-        if version > FORMAT_VERSION:
-            raise _OtherFormatError(
-                f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
-                "this version of dmuon reads; update dmuon to read it"
-            )
+        _check_format(content)
+        tensors = fields.mapping_at(content, "tensors")
         return cls(
             step=fields.count_at(content, "step"),
             files={
                 name: FileFacts(fields.count_at(facts, "size"), fields.sha256_at(facts, "sha256"))
                 for name, facts in fields.mappings_at(content, "files").items()
             },
-            tensors={
-                file: {
-                    name: fields.tensor_facts_at(tensors, name)
-                    for tensors in [fields.mapping_at(by_file, file)]
-                    for name in tensors
-                }
-                for by_file in [fields.mapping_at(content, "tensors")]
-                for file in by_file
-            },
+            tensors={file: fields.tensors_at(tensors, file) for file in tensors},
             mesh=fields.counts_at(content, "mesh"),
             tied=fields.texts_at(content, "tied"),
             optimizer=_decode_optimizer(content.get("optimizer")),
@@ -207,6 +191,19 @@ def _decode_optimizer(content: Any) -> OptimizerFacts | None:
     )
 
 
+def _check_format(content: Mapping[str, Any]) -> None:
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')!r:.100}, not {FORMAT!r}")
+    version = fields.count_at(content, "format_version")
+    if version < 1:
+        raise ValueError(f"there is no format version {version}")
+    if version > FORMAT_VERSION:
+        raise _OtherFormatError(
+            f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
+            "this version of dmuon reads; update dmuon to read it"
+        )
+
+
 def _check_head(text: str) -> None:
     length = len(_HEAD % hashlib.sha256().hexdigest())
     head, rest = text[:length], text[length:]
@@ -244,15 +241,18 @@ def read_manifest(folder: Path) -> Manifest:
     path = file_in(folder, MANIFEST_FILE)
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
-        return Manifest.from_json(data.decode("utf-8"))
+            return _parse(file.read(_MOST_BYTES + 1))
     except _OtherFormatError as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be read: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = f"its {MANIFEST_FILE} cannot be read: {error}"
         raise DamagedCheckpointError(folder, reason) from error
+
+
+def _parse(data: bytes) -> Manifest:
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+    return Manifest.from_json(data.decode("utf-8"))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -263,11 +263,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: such as on a full disk; nothing was written.
     """
     try:
-        text = manifest.to_json()
-        Manifest.from_json(text)  # what could not be read must not replace what can
-    except (TypeError, ValueError) as error:
+        data = manifest.to_json().encode("utf-8")
+        _parse(data)  # what could not be read must not replace what can
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
-    write_file(folder / MANIFEST_FILE, text.encode("utf-8"))
+    write_file(folder / MANIFEST_FILE, data)
 
 
 def verify(

@@ -154,15 +154,20 @@ class CheckpointSource(Source):
 
     def facts(self, name: str) -> TensorFacts:
         """See `Source.facts`."""
-        return self.reader.facts(self._names.get(name, name))
+        return self.reader.facts(self._stored(name))
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """See `Source.read`."""
-        return self.reader.read(self._names.get(name, name), rows)
+        return self.reader.read(self._stored(name), rows)
 
     def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
         """See `Source.verify`."""
         self.reader.verify(hashes=hashes, only=only)
+
+    def _stored(self, name: str) -> str:
+        if name not in self._names:
+            raise CheckpointError(self.path, f"it has no weight {name!r}")
+        return self._names[name]
 
 
 class WeightFile(Protocol):
@@ -282,6 +287,9 @@ class PickledFile:
             if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
                 what = f"{name!r:.100} in it is {tensor.layout} {tensor.dtype}"
                 raise CheckpointError(self.path, f"{what}, which cannot be read")
+            if tensor.device.type != "cpu":  # meta: there are no values
+                what = f"{name!r:.100} in it is on {tensor.device}"
+                raise CheckpointError(self.path, f"{what}, so it has no values")
             if tensor.nbytes > size:
                 raise CheckpointError(self.path, f"{name!r:.100} in it is larger than the file")
         return {name: tensor.detach() for name, tensor in content.items()}

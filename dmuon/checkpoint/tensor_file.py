@@ -5,6 +5,7 @@ cut meanwhile would end the process, where an ordinary read names it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from dmuon.checkpoint.header import Span, file_order, make_header, read_header
 from dmuon.checkpoint.manifest import Manifest, verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """The most that is copied at once while writing."""
 
 
@@ -190,7 +191,9 @@ class TensorReader:
             CheckpointError: there is no such tensor.
             DamagedCheckpointError: its file is not what the manifest says.
         """
-        return self._open(self._place(name)).read(name, rows)
+        file = self._place(name)
+        with self._named(file):
+            return self._open(file).read(name, rows)
 
     def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
         """Compare files with the manifest: sizes, headers and, unless told not to, every byte.
@@ -205,21 +208,31 @@ class TensorReader:
         verify(self.folder, self._manifest, hashes=hashes, only=only)
         for file in self._tensors:
             if only is None or file in only:
-                self._open(file)
+                with self._named(file):
+                    self._open(file)
 
     def _place(self, name: str) -> str:
         if name not in self._file_of:
             raise CheckpointError(self.folder, f"it has no tensor {name!r}")
         return self._file_of[name]
 
+    @contextmanager
+    def _named(self, file: str) -> Iterator[None]:
+        """Damage of a file is damage of the checkpoint."""
+        try:
+            yield
+        except DamagedCheckpointError as damage:
+            if damage.path == self.folder:
+                raise
+            raise DamagedCheckpointError(self.folder, f"{file}: {damage.reason}") from damage
+
     def _open(self, file: str) -> TensorFile:
         if file not in self._files:
             opened = TensorFile(file_in(self.folder, file))
             if opened.facts != self._tensors[file]:
                 changed = _first_difference(self._tensors[file], opened.facts)
-                raise DamagedCheckpointError(
-                    self.folder, f"{file} does not hold what the manifest says: {changed}"
-                )
+                reason = f"it does not hold what the manifest says: {changed}"
+                raise DamagedCheckpointError(opened.path, reason)
             self._files[file] = opened
         return self._files[file]
 
