@@ -4,6 +4,8 @@ from dmuon.checkpoint.description import describe_checkpoint, verify_checkpoint
 from dmuon.checkpoint.difference import diff_checkpoints
 from dmuon.checkpoint.export import export_weights
 from dmuon.checkpoint.listing import list_checkpoints
+from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
 from dmuon.checkpoint.torch_optim import (
     muon_settings_from_torch,
     optimizer_state_from_torch,
@@ -52,11 +54,13 @@ __all__ = [
     "DMuonError",
     "DamagedCheckpointError",
     "Layout",
+    "LoadedCheckpoint",
     "Matrix",
     "Muon",
     "NonFiniteGradientError",
     "OwnershipError",
     "Plan",
+    "SaveHandle",
     "SetupError",
     "Split",
     "StateDictError",
@@ -73,6 +77,7 @@ __all__ = [
     "get_owned_params",
     "is_hidden_matrix",
     "list_checkpoints",
+    "load_checkpoint",
     "make_plan",
     "muon_settings_from_torch",
     "newton_schulz",
@@ -81,6 +86,7 @@ __all__ = [
     "optimizer_state_from_torch",
     "optimizer_state_to_torch",
     "read_optimizer_state",
+    "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "verify_checkpoint",

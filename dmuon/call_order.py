@@ -68,6 +68,7 @@ class CallOrder:
         self._counters = counters
         self._num_calls = 0
         self._digest = 0
+        self._settings = 0
         self._recent: deque[Call] = deque([Call.NOTHING] * _NUM_SHOWN, maxlen=_NUM_SHOWN)
         self._everyones: list[torch.Tensor] = []
         self._pending: dist.Work | None = None
@@ -83,6 +84,10 @@ class CallOrder:
         """Remember that a collective of ``block`` was entered. Local."""
         self._digest = zlib.crc32(kind + block.to_bytes(4, "little"), self._digest)
 
+    def note_settings(self, settings: object) -> None:
+        """Remember numbers that must be equal on all ranks, by what they look like. Local."""
+        self._settings = zlib.crc32(repr(settings).encode(), self._settings)
+
     def begin(self, call: Call) -> None:
         """Note ``call`` and begin to compare. Collective over the mesh; asynchronous.
 
@@ -93,7 +98,7 @@ class CallOrder:
         self.note(call)
         if self._group is None:
             return
-        mine = torch.tensor([self._num_calls, self._digest, *self._recent])
+        mine = torch.tensor([self._num_calls, self._digest, self._settings, *self._recent])
         self._everyones = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._counters.count("agreement", mine.nbytes)
         with self.explained(f"telling the other ranks of this rank's {call}"):
@@ -158,10 +163,18 @@ class CallOrder:
 
     def _compare(self) -> None:
         rows = [row.tolist() for row in self._everyones]
-        if all(row[:2] == rows[0][:2] for row in rows):
+        if all(row[:3] == rows[0][:3] for row in rows):
             return
-        differ = _distinct([row[2:] for row in rows])
-        if len(differ) == 1 and all(row[0] == rows[0][0] for row in rows):
+        differ = _distinct([row[3:] for row in rows])
+        if all(row[:2] == rows[0][:2] for row in rows):
+            ranks = ", ".join(str(rank) for rank, _ in _distinct([[row[2]] for row in rows]))
+            message = (
+                f"ranks {ranks} of the mesh have updated or clipped with different settings (lr, "
+                "momentum, weight_decay, ..., max_norm), so each owner went its own way; let "
+                "schedules follow the step, or a loss that is averaged over the ranks, and go back "
+                "to the last checkpoint"
+            )
+        elif len(differ) == 1 and all(row[0] == rows[0][0] for row in rows):
             differ = _distinct([[row[1]] for row in rows])
             ranks = ", ".join(str(rank) for rank, _ in differ)
             message = (

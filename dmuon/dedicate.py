@@ -169,7 +169,27 @@ def _install(dedication: Dedication) -> None:
         module.__dict__["__deepcopy__"] = dedication.refuse_copy
         module.__dict__["__reduce_ex__"] = dedication.refuse_copy
     dedications.attach(dedication)
+    for module in dedication.model.modules():
+        if module is not dedication.model:
+            _attach_zero_grad(dedication, module)
     _attach_to_model(dedication)
+
+
+def _attach_zero_grad(dedication: Dedication, module: nn.Module) -> None:
+    """Make ``module.zero_grad()`` of a part of the model reach the owners of its matrices."""
+    inside = set(module.modules())
+    params = [p for p in dedication.params if any(site in inside for site, _ in p.sites)]
+    plain_zero_grad: Callable[[bool], None] = module.zero_grad
+    if not params:
+        return
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        dedication.reshard_symmetric()
+        plain_zero_grad(set_to_none)
+        if dedication.has_started:
+            dedication.engine.discard_gradients(params)
+
+    module.__dict__["zero_grad"] = zero_grad
 
 
 def _attach_to_model(dedication: Dedication) -> None:

@@ -7,7 +7,7 @@ end of backward, in the same order.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,7 @@ class Engine:
     Attributes:
         sync_gradients: whether the next backward sends its gradients to the owners.
         has_unsent: a backward under ``no_sync`` has left gradients that no other has sent yet.
+        num_zeroed: how often gradients were dropped.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         self.weights_version = 0
         self.sync_gradients = True
         self.has_unsent = False
+        self.num_zeroed = 0
         self._conduct = conduct
         self._has_gradients = False
         self._next_to_reduce = len(blocks) - 1
@@ -256,11 +258,18 @@ class Engine:
         if self._has_gradients:
             self.order.note(Call.ZERO_GRAD)
         self._has_gradients = self.has_unsent = False
+        self.num_zeroed += 1
         self._forget_forwards()
         self.ledger.drop()
         for block in self.blocks:
             for param in block.params:
                 param.drop_gradient()
+
+    def discard_gradients(self, params: Collection[DedicatedParam]) -> None:
+        """Forget the gradients of some parameters. Collective on a grid."""
+        self.ledger.discard(params)
+        for param in params:
+            param.drop_gradient()
 
     def _reduce_next(self) -> None:
         index = self._next_to_reduce

@@ -70,6 +70,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
     engine = dedication.engine
     engine.settle_gradients()
+    engine.order.note_settings(max_norm if isinstance(max_norm, int | float) else None)
     engine.order.begin(Call.CLIP_GRAD_NORM)
     owned = list(engine.ledger.named_grads().values())
     symmetric = list(_symmetric_grads(dedication).values())

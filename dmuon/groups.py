@@ -19,6 +19,7 @@ MUON_KEYS = (
     *("ns_dtype", "adjust_lr_fn", "eps"),
 )
 ADAMW_KEYS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
+_ADAMW_NUMBERS = ("betas", "eps")
 _ADAMW_SWITCHES = {
     "amsgrad": False,
     "maximize": False,
@@ -70,6 +71,13 @@ def make_groups(
         for name in names:
             del left[name]
     return groups + _split(list(left), named, defaults, "Muon(...)")
+
+
+def numbers_of(group: Mapping[str, Any]) -> list[float]:
+    """The settings of a group that schedules change, but for tensors, which may be on a device."""
+    values = (group.get(key) for key in ("lr", "momentum", "weight_decay", *_ADAMW_NUMBERS))
+    flat = [n for v in values for n in (v if isinstance(v, tuple | list) else (v,))]
+    return [float(number) for number in flat if isinstance(number, int | float)]
 
 
 def _names_of(

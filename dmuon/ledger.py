@@ -69,6 +69,13 @@ class GradientLedger:
         self._grads.clear()
         self._had_gradient_here.clear()
 
+    def discard(self, params: Collection[DedicatedParam]) -> None:
+        """Forget the gradients of ``params``. Collective as ``settle`` is."""
+        self.settle()
+        for param in params:
+            self._grads.pop(param, None)
+            self._had_gradient_here.discard(param)
+
     def grad(self, param: DedicatedParam) -> torch.Tensor | None:
         """The accumulated float32 gradient on the owner of ``param``; None: there was none."""
         return self._grads.get(param)

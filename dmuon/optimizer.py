@@ -1,7 +1,7 @@
 """``dmuon.Muon``: Muon on the owners of hidden matrices, AdamW on everything else."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,18 @@ from dmuon import dedication as dedications
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError, SetupError
-from dmuon.groups import Named, make_groups
+from dmuon.groups import Named, make_groups, numbers_of
 from dmuon.muon_update import Due, chunks, update_
 from dmuon.names import original_name
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import MASTER_DTYPE, Parcel
+
+
+class _Witness(NamedTuple):
+    param: nn.Parameter
+    grad: torch.Tensor
+    num_zeroed: int
 
 
 class Muon(torch.optim.Optimizer):
@@ -107,6 +113,7 @@ class Muon(torch.optim.Optimizer):
         taken = set(named.all.values())
         self._left_out = [(n, p) for n, p in model.named_parameters() if p not in taken]
         self._adamw = self._make_adamw()
+        self._witness: _Witness | None = None
         self._parcels: list[Parcel] = [p for block in engine.blocks for p in block.parcels]
 
     @torch.no_grad()
@@ -123,12 +130,15 @@ class Muon(torch.optim.Optimizer):
         engine = self.dedication.engine
         self.dedication.settle()
         self._check_same_parameters()
+        self._check_not_dropped_by_hand()
         engine.settle_gradients()
         engine.order.note(Call.STEP)
+        engine.order.note_settings([numbers_of(group) for group in self.param_groups])
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
         if self._adamw is not None:
             self._adamw.step()
+        self._witness = self._find_witness()
         self.num_steps += 1
         engine.counters.steps += 1
         return loss
@@ -136,6 +146,7 @@ class Muon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, local, reduced and still on their way."""
         self.dedication.engine.zero_grad()
+        self._witness = None  # holds a gradient
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,6 +244,26 @@ class Muon(torch.optim.Optimizer):
                     "after Muon(model); build the model anew and change it first, then call "
                     "dedicate_params, then fully_shard, then Muon"
                 )
+
+    def _check_not_dropped_by_hand(self) -> None:
+        """Refuse ``param.grad = None`` in place of ``zero_grad``: it does not reach the owners."""
+        seen = self._witness
+        if seen is None or seen.num_zeroed != self.dedication.engine.num_zeroed:
+            return
+        if seen.param.grad is not seen.grad:
+            raise OwnershipError(
+                "gradients of this model were dropped or replaced by hand since the last step; "
+                "those of hidden matrices live on their owners, where param.grad = None does not "
+                "arrive, and would add up. Call optimizer.zero_grad() or model.zero_grad()"
+            )
+
+    def _find_witness(self) -> "_Witness | None":
+        """A gradient that changes in place for as long as nobody drops it."""
+        for group in self.param_groups:
+            for param in group["params"] if group["algorithm"] == "adamw" else ():
+                if param.grad is not None:
+                    return _Witness(param, param.grad, self.dedication.engine.num_zeroed)
+        return None
 
     def _make_adamw(self) -> torch.optim.AdamW | None:
         """Stock AdamW over our own groups and state, so schedulers and dicts see one optimizer."""

@@ -209,6 +209,7 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
         keys = [key for key in (*MOMENTS, "step") if f"fsdp2/{name}/{key}" in courier.described]
         if 0 < len(keys) < 3:
             problems.append(f"fsdp2/{name}: has only {keys}, needs exp_avg, exp_avg_sq and step")
+    problems += _check_num_steps(courier)
     problems += _check_groups(optimizer, courier)
     raise_together(dedication, "the optimizer state dict", problems)
 
@@ -222,11 +223,23 @@ def _check_value(
         problems.append(f"{path}: no such parameter in this optimizer")
     elif key not in (_PARTS if owner.startswith("dedicated/") else (*MOMENTS, "step")):
         problems.append(f"{path}: no such state in this optimizer")
-    elif key != "step" and kind != "tensor":
+    elif key == "step":
+        if not _is_number(kind, shape):
+            problems.append(f"{path}: is {kind}, needs a number")
+    elif kind != "tensor":
         problems.append(f"{path}: is {kind}, needs a whole dense tensor")
-    elif key != "step" and shape != shapes[owner]:
+    elif shape != shapes[owner]:
         problems.append(f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}")
     return problems
+
+
+def _is_number(kind: str, shape: torch.Size | None) -> bool:
+    return kind in ("a int", "a float") or (kind == "tensor" and shape == torch.Size())
+
+
+def _check_num_steps(courier: Courier) -> list[str]:
+    kind, shape, _ = courier.described.get("num_steps", ("a int", None, None))
+    return [] if _is_number(kind, shape) else [f"num_steps: is {kind}, needs a number"]
 
 
 def _check_groups(optimizer: Muon, courier: Courier) -> list[str]:

@@ -66,7 +66,7 @@ def test_both_train_and_the_counted_bytes_are_the_floor(
     assert both["wire_bytes"] == {
         "broadcast": passes * DEDICATED * item_bytes,
         "all_to_all": gradients,
-        "agreement": 2 * 8 * 8,  # at forward and backward eight numbers, to compare the calls
+        "agreement": 2 * 9 * 8,  # at forward and backward nine numbers, to compare the calls
     }
     assert both["broadcast_floor_bytes"] == passes * DEDICATED * item_bytes
     for run in result["runs"]:

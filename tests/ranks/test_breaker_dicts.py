@@ -99,6 +99,11 @@ def test_state_of_the_other_kind_is_refused_and_momentum_stays() -> None:
         for values, match in ((odd, "no such state"), (meta, "is on the meta device")):
             with pytest.raises(dmuon.StateDictError, match=match):
                 dmuon.set_optimizer_state_dict(model, optimizer, {"dedicated": {name: values}})
+        zeros = {"momentum_buffer": torch.zeros_like(momentum["momentum_buffer"])}
+        with pytest.raises(dmuon.StateDictError, match=r"num_steps: is a str, needs a number"):
+            dmuon.set_optimizer_state_dict(
+                model, optimizer, {"dedicated": {name: zeros}, "num_steps": "7"}
+            )
         after = dmuon.get_optimizer_state_dict(model, optimizer)["dedicated"]
         for key, values in before.items():
             assert torch.equal(after[key]["momentum_buffer"], values["momentum_buffer"])

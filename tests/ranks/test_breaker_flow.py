@@ -256,3 +256,65 @@ def test_complex_parameters_are_trained_and_clipped_as_in_one_process() -> None:
         expect_equal(model, alone)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_gradients_dropped_by_hand_are_refused_for_those_of_owners_would_add_up(
+    shape: tuple[int, ...],
+) -> None:
+    def body(rank: int) -> None:
+        model = wrap(build(), make_mesh(*shape))
+        optimizer = dmuon.Muon(model)
+        backward(model, 0)
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        backward(model, 1)
+        before = dmuon.get_model_state_dict(model)
+        with pytest.raises(dmuon.OwnershipError, match=r"dropped or replaced by hand"):
+            optimizer.step()
+        after = dmuon.get_model_state_dict(model)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        model.zero_grad()
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            model.zero_grad()
+
+    run_ranks(2, body)
+
+
+def test_steps_without_zero_grad_between_go_on_adding_up_as_in_torch() -> None:
+    def body(rank: int) -> None:
+        model, alone = wrap(build(), make_mesh(2)), build()
+        optimizer, formula = dmuon.Muon(model, ns_dtype=torch.float32), formula_for(alone)
+        total: dict[str, torch.Tensor] = {}
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            for each in range(2):
+                (loss_of(alone, share(tokens(step), each, 2)) / 2).backward()
+            for name, param in alone.named_parameters():
+                param.grad = param.grad + total[name] if name in total else param.grad
+                total[name] = param.grad
+            formula.step()
+        expect_equal(model, alone)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_zero_grad_of_a_part_of_the_model_reaches_the_owners(shape: tuple[int, ...]) -> None:
+    def body(rank: int) -> None:
+        model, alone = wrap(build(), make_mesh(*shape)), build()
+        optimizer, formula = dmuon.Muon(model, ns_dtype=torch.float32), formula_for(alone)
+        backward(model, 0)
+        for each in range(2):
+            (loss_of(alone, share(tokens(0), each, 2)) / 2).backward()
+        model.layers[0].zero_grad()
+        alone.layers[0].zero_grad()
+        optimizer.step()
+        formula.step()
+        expect_equal(model, alone)
+
+    run_ranks(2, body)

@@ -174,3 +174,43 @@ def test_the_error_survives_a_pickle() -> None:
     for error in (dmuon.CollectiveError("why"), dmuon.NonFiniteGradientError(["a", "b"])):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
+
+
+def lower_rate(optimizer: dmuon.Muon, rank: int) -> float:
+    optimizer.param_groups[0]["lr"] *= 0.5**rank
+    return 1.0
+
+
+def lower_limit(optimizer: dmuon.Muon, rank: int) -> float:
+    return 0.5**rank
+
+
+@pytest.mark.parametrize("differ", [lower_rate, lower_limit])
+def test_ranks_that_step_with_different_settings_are_told(
+    differ: Callable[[dmuon.Muon, int], float],
+) -> None:
+    """As after a schedule that follows the loss of each rank; owners would drift apart unseen."""
+
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(2))
+        optimizer = dmuon.Muon(model)
+
+        def one_step(max_norm: float) -> None:
+            backward(model, 0)
+            dmuon.clip_grad_norm_(model, max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for factor in (1.0, 0.9):
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            one_step(factor)
+
+        def differing_step() -> None:
+            one_step(differ(optimizer, rank))
+            dmuon.get_model_state_dict(model)
+
+        with pytest.raises(dmuon.CollectiveError, match=r"ranks 0, 1 .* different settings"):
+            differing_step()
+
+    run_ranks(2, body)

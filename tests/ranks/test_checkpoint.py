@@ -9,8 +9,6 @@ from tiny import build
 from wrapped import make_mesh, prepare, train
 
 import dmuon
-from dmuon.checkpoint.loading import load_checkpoint
-from dmuon.checkpoint.saving import save_checkpoint
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (4, 1)]
 
@@ -48,7 +46,9 @@ def test_any_mesh_loads_what_any_mesh_wrote_and_goes_on_as_if_nothing_had_happen
         model = prepare(make_mesh(*written_on))
         optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
         train(model, optimizer, range(3))
-        save_checkpoint(tmp_path / "first", model, optimizer, extra={"where": name_of(written_on)})
+        dmuon.save_checkpoint(
+            tmp_path / "first", model, optimizer, extra={"where": name_of(written_on)}
+        )
         states = (
             dmuon.get_model_state_dict(model),
             dmuon.get_optimizer_state_dict(model, optimizer),
@@ -65,11 +65,11 @@ def test_any_mesh_loads_what_any_mesh_wrote_and_goes_on_as_if_nothing_had_happen
         def read(rank: int, read_on: tuple[int, ...] = read_on) -> None:
             model = prepare(make_mesh(*read_on), seed=1)
             optimizer = dmuon.Muon(model, lr=0.5, ns_dtype=torch.float32)
-            loaded = load_checkpoint(tmp_path / "first", model, optimizer)
+            loaded = dmuon.load_checkpoint(tmp_path / "first", model, optimizer)
             assert (loaded.step, loaded.extra) == (3, {"where": name_of(written_on)})
             assert_same(dmuon.get_model_state_dict(model), model_state)
             assert_same(dmuon.get_optimizer_state_dict(model, optimizer), optimizer_state)
-            save_checkpoint(tmp_path / name_of(read_on), model, optimizer)
+            dmuon.save_checkpoint(tmp_path / name_of(read_on), model, optimizer)
             again = train(model, optimizer, range(3, 6))
             if read_on == written_on:
                 assert again == losses
@@ -86,7 +86,7 @@ def test_the_weights_load_strictly_into_the_plain_model(tmp_path: Path) -> None:
         model = prepare(make_mesh(3))
         optimizer = dmuon.Muon(model)
         train(model, optimizer, range(1))
-        handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+        handle = dmuon.save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
         expected = dmuon.get_model_state_dict(model)
         train(model, optimizer, range(1, 3))
         manifest = handle.wait()

@@ -19,7 +19,7 @@ from wrapped import make_mesh, prepare
 import dmuon
 
 FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
-CALL = 64  # in which a rank tells the others what it does
+CALL = 72  # in which a rank tells the others what it does
 NUM_MICRO_BATCHES = 3
 
 

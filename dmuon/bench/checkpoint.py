@@ -1,0 +1,250 @@
+"""``python -m dmuon.bench.checkpoint``: saving and loading, three ways in turns, in one run."""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dmuon.bench import decoder
+from dmuon.bench.checkpoint_contenders import Gathered, Owners, Sharded, Way
+from dmuon.bench.contenders import Contender, make_adamw, make_dmuon
+from dmuon.bench.ranks import Launch, RankError, rank_device, run_ranks
+from dmuon.bench.settings import Settings
+
+_MIB = 2**20
+_KEPT = "for-another-mesh"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one way did on one rank, in one round.
+
+    Attributes:
+        way: its name.
+        num_bytes: in its files, of all ranks.
+        written_bytes: of each writer's files, where each has its own.
+        save_s: of a save that is waited for.
+        blocked_s: until training may go on, when the save goes on beside it; None without such.
+        async_s: until that save is on the disk too.
+        load_s: of a load.
+        peak_bytes: by which the resident memory of this rank grew at most during the save.
+    """
+
+    way: str
+    num_bytes: int
+    written_bytes: list[int]
+    save_s: float
+    blocked_s: float | None
+    async_s: float | None
+    load_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank is told."""
+
+    settings: Settings
+    folder: str
+    rounds: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns 0, or 1 when a rank failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dmuon.bench.checkpoint",
+        description="Saving and loading of weights and optimizer state: dmuon (hashed), "
+        "torch.distributed.checkpoint of fully_shard with AdamW, torch.save on rank 0, in turns.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
+    parser.add_argument("--width", type=int, default=1024, help="of the decoder")
+    parser.add_argument("--layers", type=int, default=16, help="decoder blocks")
+    parser.add_argument("--rounds", type=int, default=3, help="saves and loads of each way")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    given = parser.parse_args(arguments)
+    ranks = tuple(int(part) for part in given.ranks.split(","))
+    settings = Settings(
+        ranks=ranks,
+        width=given.width,
+        layers=given.layers,
+        heads=max(1, given.width // 64),
+        intermediate=given.width * 11 // 4 // 8 * 8,
+        sequence=16,
+        batch=max(ranks),
+        timeout_s=1200,
+    )
+    try:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            result = _measure_all(Plan(settings, folder, given.rounds))
+    except RankError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    print(_render(result))
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measure_all(plan: Plan) -> dict[str, Any]:
+    runs = []
+    for number in plan.settings.ranks:
+        print(f"measuring with ranks: {number} ...", file=sys.stderr, flush=True)
+        threads = max(1, (os.cpu_count() or 1) // number)
+        launch = Launch(number, "cpu", threads, plan.settings.timeout_s)
+        reports = run_ranks(launch, measure, replace(plan))
+        runs.append({"ranks": number, **_summarise(reports)})
+    model = decoder.build(plan.settings)
+    parameters = sum(param.numel() for param in model.parameters())
+    return {"parameters": parameters, "rounds": plan.rounds, "runs": runs}
+
+
+def measure(rank: int, plan: Plan) -> dict[str, Any]:
+    """On one rank: every way in turns, then our checkpoint of the run before. Collective."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device = rank_device("cpu", rank)
+    ours = make_dmuon(plan.settings, mesh, device)
+    for group in ours.optimizer.param_groups:
+        group.update({"ns_steps": 1} if group["algorithm"] == "muon" else {})
+    theirs = make_adamw(plan.settings, mesh, device)
+    for contender in (ours, theirs):
+        _one_step(contender, plan.settings)
+    ways: list[Way] = [Owners(ours), Sharded(theirs), Gathered(ours)]
+    folder = Path(plan.folder)
+    timed = [asdict(_time(way, folder)) for _ in range(plan.rounds) for way in ways]
+    other = None
+    if (folder / _KEPT).exists():
+        other = _seconds(lambda: ways[0].load(folder / _KEPT))
+    else:
+        ways[0].save(folder / _KEPT)
+    return {"timed": timed, "load_other_mesh_s": other}
+
+
+def _one_step(contender: Contender, settings: Settings) -> None:
+    """So that there is optimizer state to save."""
+    tokens = torch.randint(0, decoder.VOCABULARY, (1, settings.sequence + 1))
+    contender.model(tokens).square().mean().backward()
+    contender.optimizer.step()
+    contender.optimizer.zero_grad()
+
+
+def _time(way: Way, folder: Path) -> Timed:
+    saved, beside = folder / "saved", folder / "beside"
+    watch = _PeakMemory()
+    save_s = _seconds(lambda: way.save(saved))
+    peak = watch.grown()
+    sizes = [path.stat().st_size for path in sorted(saved.iterdir())]
+    blocked_s = async_s = None
+    started_at = time.perf_counter()
+    started = way.start_save(beside)
+    if started is not None:
+        blocked_s = time.perf_counter() - started_at
+        way.finish_save(started)
+        async_s = time.perf_counter() - started_at
+    load_s = _seconds(lambda: way.load(saved))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(saved)
+        shutil.rmtree(beside, ignore_errors=True)
+    dist.barrier()
+    large = [size for size in sizes if size > _MIB]
+    return Timed(way.name, sum(sizes), large, save_s, blocked_s, async_s, load_s, peak)
+
+
+def _seconds(do: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    do()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+class _PeakMemory:
+    """How much the resident memory of this process grew at most; Linux only, else zero."""
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM = VmRSS
+        self._start = self._read("VmRSS")
+
+    def grown(self) -> int:
+        """Bytes above the start."""
+        return max(0, self._read("VmHWM") - self._start)
+
+    def _read(self, key: str) -> int:
+        try:
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+
+
+def _summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds of the slowest rank; memory of the rank that needs most."""
+    rounds = list(zip(*(report["timed"] for report in reports), strict=True))
+    ways: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(each[0]["way"] for each in rounds):
+        mine = [each for each in rounds if each[0]["way"] == name]
+
+        def median(key: str, mine: list[Any] = mine) -> float | None:
+            worst = [max(rank[key] for rank in each) for each in mine if each[0][key] is not None]
+            return statistics.median(worst) if worst else None
+
+        writers = mine[-1][0]["written_bytes"]
+        ways[name] = {
+            "bytes": mine[-1][0]["num_bytes"],
+            "largest_file_over_mean": max(writers) * len(writers) / sum(writers),
+            **{key: median(key) for key in ("save_s", "blocked_s", "async_s", "load_s")},
+            "peak_bytes": median("peak_bytes"),
+        }
+    others = [r["load_other_mesh_s"] for r in reports if r["load_other_mesh_s"] is not None]
+    return {"ways": ways, "load_other_mesh_s": max(others) if others else None}
+
+
+def _render(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['parameters'] / 1e6:.0f}M parameters, {result['rounds']} rounds, medians; rates "
+        "relative to torch.distributed.checkpoint of the same number of ranks (its bytes differ: "
+        "AdamW keeps two moments of every matrix)",
+        f"{'ranks':>5}  {'way':30} {'MiB':>7} {'save':>6} {'async':>6} {'load':>6} "
+        f"{'blocked/save':>12} {'peak/bytes':>10}",
+    ]
+    for run in result["runs"]:
+        base = run["ways"][Sharded.name]
+        for name, way in run["ways"].items():
+            rates = [_rate(way, base, key) for key in ("save_s", "async_s", "load_s")]
+            blocked = way["blocked_s"]
+            share = "" if blocked is None else f"{blocked / way['save_s']:.2f}"
+            lines.append(
+                f"{run['ranks']:>5}  {name:30} {way['bytes'] / _MIB:7.0f} {rates[0]:>6} "
+                f"{rates[1]:>6} {rates[2]:>6} {share:>12} {way['peak_bytes'] / way['bytes']:10.2f}"
+            )
+        if run["load_other_mesh_s"] is not None:
+            ratio = run["load_other_mesh_s"] / run["ways"][Owners.name]["load_s"]
+            what = "dmuon, written on another mesh"
+            lines.append(f"{run['ranks']:>5}  {what}: load takes {ratio:.2f}x")
+    return "\n".join(lines)
+
+
+def _rate(way: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    if way[key] is None or base[key] is None:
+        return ""
+    return f"{(way['bytes'] / way[key]) / (base['bytes'] / base[key]):.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
