@@ -11,9 +11,9 @@ from torch import nn
 from wrapped import make_mesh, train, wrap
 
 import dmuon
+from dmuon import save_checkpoint
 from dmuon.checkpoint.facts import facts_of
 from dmuon.checkpoint.manifest import Manifest, OptimizerFacts, write_manifest
-from dmuon.checkpoint.saving import save_checkpoint
 from dmuon.checkpoint.tensor_file import write_tensors
 
 CONFIG = json.dumps({"model_type": "tiny"}).encode()
@@ -69,7 +69,9 @@ def hand_made(
     files = {"model.safetensors": write_tensors(folder / "model.safetensors", facts, tensors.get)}
     mesh = {"replicate": 1, "shard": 1}
     by_file = {"model.safetensors": facts}
-    manifest = Manifest(step, files, by_file, mesh, tied or {}, optimizer, extra or {})
+    manifest = Manifest(
+        step, files, by_file, mesh, tied=tied or {}, optimizer=optimizer, extra=extra or {}
+    )
     write_manifest(folder, manifest)
     return folder
 

@@ -15,6 +15,7 @@ from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.manifest import Manifest
 from dmuon.checkpoint.plain_json import encode
 from dmuon.checkpoint.source import CheckpointSource, Source, open_source
+from dmuon.checkpoint.tensor_file import TensorReader
 
 _CHUNK_VALUES = 4 * 2**20  # each becomes 8 bytes, or 16 when complex
 ABSENT = "(absent)"
@@ -51,8 +52,8 @@ class CheckpointDifference:
         only_in_b: names of tensors, sorted.
         other_kind: type and shape in each, where they differ, by name.
         values: tensors whose values differ, by name.
-        settings: step, optimizer settings, what is tied and the caller's data, by path, with the
-            value in each.
+        settings: step, optimizer settings, what is tied, plain state of modules and the caller's
+            data, by path, with the value in each.
         num_compared: tensors that are in both with one type and shape.
         weights_only: one of them is no checkpoint of ours, so nothing but weights was compared.
     """
@@ -97,7 +98,10 @@ def diff_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Ch
     in_a = _names(ours, theirs, weights_only)
     in_b = _names(theirs, ours, weights_only)
     common = sorted(in_a & in_b)
-    facts = {name: (ours.facts(name), theirs.facts(name)) for name in common}
+    facts = {
+        name: (_holder(ours, name).facts(name), _holder(theirs, name).facts(name))
+        for name in common
+    }
     alike = [name for name in common if facts[name][0] == facts[name][1]]
     found = (_compare(name, ours, theirs, facts[name][0]) for name in alike)
     return CheckpointDifference(
@@ -139,11 +143,18 @@ def _names(source: Source, other: Source, weights_only: bool) -> set[str]:
     return names
 
 
+def _holder(source: Source, name: str) -> Source | TensorReader:
+    """What has the tensor: a source has weights alone, but by each of their names."""
+    if isinstance(source, CheckpointSource) and name in source.reader:
+        return source.reader
+    return source
+
+
 def _compare(name: str, a: Source, b: Source, facts: TensorFacts) -> ValueDifference | None:
     num_different = 0
     absolute = relative = 0.0
     for rows in row_chunks(facts, _CHUNK_VALUES * facts.itemsize):
-        x, y = a.read(name, rows), b.read(name, rows)
+        x, y = (_holder(source, name).read(name, rows) for source in (a, b))
         differs = _differs(x, y)
         count = int(differs.sum())
         if count == 0:
@@ -205,6 +216,7 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "tied": sorted(sorted(group) for group in groups.values()),
         "optimizer": optimizer,
+        "module_state": manifest.module_state,
         "extra": manifest.extra,
     }
     return dict(_flat("", everything))

@@ -6,19 +6,21 @@ Everything is written under a temporary name, read back and compared before it g
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmuon.checkpoint.description import checkpoint_folder
 from dmuon.checkpoint.durable_file import sync, write_file
-from dmuon.checkpoint.facts import TensorFacts
+from dmuon.checkpoint.facts import TensorFacts, facts_of
 from dmuon.checkpoint.header import read_header
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
+from dmuon.checkpoint.plain_json import encode
 from dmuon.checkpoint.source import CheckpointSource, open_source
 from dmuon.checkpoint.tensor_file import write_tensors
 from dmuon.errors import CheckpointError, SetupError
@@ -56,8 +58,8 @@ def export_weights(
 
     At most one tensor is in memory at a time. Tied weights are written once, under the name that
     comes first in the model, as ``transformers`` does. A file for ``torch.load`` has them under
-    each name, sharing their memory, so that it loads with ``strict=True``; while it is made, it
-    takes its size twice on the disk.
+    each name, sharing their memory, and what modules return from ``get_extra_state``, so that it
+    loads with ``strict=True``; while it is made, it takes its size twice on the disk.
 
     Args:
         path: the folder of a checkpoint. Every byte that is used is compared with what was written.
@@ -193,7 +195,7 @@ def _write_pickled(source: CheckpointSource, path: Path) -> None:
         _write_file(source, values, _stored(source))
         weights = _mapped(values)
         weights |= {alias: weights[kept] for alias, kept in source.manifest.tied.items()}
-        torch.save(weights, path)
+        torch.save({**weights, **source.manifest.module_state}, path)
         sync(path)
     finally:
         values.unlink(missing_ok=True)
@@ -215,27 +217,55 @@ def _mapped(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+Read = Callable[[str, slice | None], Tensor]
+
+
 def _compare(source: CheckpointSource, written: Path, target: Path) -> None:
     """Read back what was written.
 
     Raises:
         CheckpointError: it is not what is in the checkpoint, such as on failing storage.
     """
-    copy = open_source(written)
-    expected = set(source.names) if written.suffix in _PICKLED_ENDINGS else set(_stored(source))
-    wrong = sorted(expected ^ set(copy.names))
-    for name in () if wrong else copy.names:
-        facts = source.facts(name)
-        for rows in row_chunks(facts, _COMPARED_BYTES):
-            if copy.facts(name) != facts or not _same_bits(
-                source.read(name, rows), copy.read(name, rows)
-            ):
-                wrong.append(name)
-                break
+    try:
+        if written.suffix in _PICKLED_ENDINGS:
+            expected = set(source.names)
+            found, read = _open_pickled(written, source.manifest.module_state)
+        else:
+            expected = set(_stored(source))
+            copy = open_source(written)
+            found, read = {name: copy.facts(name) for name in copy.names}, copy.read
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many kinds for a file that is not whole
+        raise CheckpointError(target, f"it does not read back: {error}; try again") from error
+    wrong = sorted(expected ^ found.keys())
+    wrong += [name for name in found if not wrong and not _is_same(name, source, found, read)]
     if wrong:
         raise CheckpointError(
             target, f"{wrong[0]!r:.100} reads back otherwise than it was written; try again"
         )
+
+
+def _is_same(
+    name: str, source: CheckpointSource, found: Mapping[str, TensorFacts], read: Read
+) -> bool:
+    facts = source.facts(name)
+    return found[name] == facts and all(
+        _same_bits(source.read(name, rows), read(name, rows))
+        for rows in row_chunks(facts, _COMPARED_BYTES)
+    )
+
+
+def _open_pickled(path: Path, plain: Mapping[str, Any]) -> tuple[dict[str, TensorFacts], Read]:
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    tensors = {name: value for name, value in content.items() if name not in plain}
+    if encode({name: content[name] for name in plain}) != encode(dict(plain)):
+        raise ValueError("the plain state of modules has changed")
+
+    def read(name: str, rows: slice | None) -> Tensor:
+        return tensors[name] if rows is None else tensors[name][rows]
+
+    return {name: facts_of(tensor) for name, tensor in tensors.items()}, read
 
 
 def row_chunks(facts: TensorFacts, most_bytes: int) -> Sequence[slice | None]:

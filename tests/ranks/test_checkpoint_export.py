@@ -10,13 +10,14 @@ import torch
 from ranks_runner import run_ranks
 from safetensors.torch import load_file
 from saved import CONFIG, flip, hand_made, tied, weights_of, write_checkpoints
+from tiny import TinyModel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from wrapped import make_mesh
+from wrapped import make_mesh, wrap
 
 import dmuon
+from dmuon import save_checkpoint
 from dmuon.checkpoint.facts import DTYPES
-from dmuon.checkpoint.saving import save_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -120,17 +121,43 @@ def test_an_export_that_reads_back_otherwise_is_an_error_and_leaves_nothing(
     """As on storage that returns other bytes than it was given."""
     from dmuon.checkpoint import export
 
-    real = export.open_source
+    value = weights_of(written / "step-1")["layers.0.up_proj.weight"].numpy().tobytes()
+    real = export._compare
 
-    def open_and_spoil(path: Path) -> object:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        flip(files[0], at=-1 if path.suffix != ".pt" else files[0].stat().st_size // 2)
-        return real(path)
+    def spoil_and_compare(source: Any, path: Path, target: Path) -> None:
+        for file in [path] if path.is_file() else path.glob("*.safetensors"):
+            flip(file, at=file.read_bytes().index(value))
+        real(source, path, target)
 
-    monkeypatch.setattr(export, "open_source", open_and_spoil)
-    with pytest.raises(dmuon.CheckpointError):
+    monkeypatch.setattr(export, "_compare", spoil_and_compare)
+    with pytest.raises(dmuon.CheckpointError, match="'layers.0.up_proj.weight' reads back other"):
         dmuon.export_weights(written / "step-1", tmp_path / target)
     assert list(tmp_path.iterdir()) == []
+
+
+class Counting(TinyModel):
+    """Has state that is no tensor."""
+
+    counts: dict[str, Any]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.counts = state
+
+
+def test_a_file_for_torch_has_the_plain_state_of_modules_too(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = Counting()
+        model.counts = {"seen": 3, "shape": (1, 2)}
+        save_checkpoint(tmp_path / "step-1", wrap(model, make_mesh(1)))
+
+    run_ranks(1, body)
+    dmuon.export_weights(tmp_path / "step-1", tmp_path / "one.pt")
+    model = Counting()
+    model.load_state_dict(torch.load(tmp_path / "one.pt", weights_only=True), strict=True)
+    assert model.counts == {"seen": 3, "shape": (1, 2)}
 
 
 def tied_llama(transformers: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from wrapped import make_mesh, prepare, train, wrap
 
 import dmuon
-from dmuon.checkpoint.saving import save_checkpoint
+from dmuon import save_checkpoint
 
 BEFORE, AFTER = range(4), range(4, 8)
 CLASSIC = dmuon.CLASSIC_COEFFICIENTS
