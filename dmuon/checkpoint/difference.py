@@ -150,6 +150,10 @@ def _holder(source: Source, name: str) -> Source | TensorReader:
     return source
 
 
+def _facts(source: Source, name: str) -> TensorFacts:
+    return _holder(source, name).facts(name)
+
+
 def _compare(name: str, a: Source, b: Source, facts: TensorFacts) -> ValueDifference | None:
     num_different = 0
     absolute = relative = 0.0

@@ -130,7 +130,7 @@ def test_an_export_that_reads_back_otherwise_is_an_error_and_leaves_nothing(
         real(source, path, target)
 
     monkeypatch.setattr(export, "_compare", spoil_and_compare)
-    with pytest.raises(dmuon.CheckpointError, match="'layers.0.up_proj.weight' reads back other"):
+    with pytest.raises(dmuon.CheckpointError, match=r"up_proj\.weight' reads back otherw"):
         dmuon.export_weights(written / "step-1", tmp_path / target)
     assert list(tmp_path.iterdir()) == []
 

@@ -27,6 +27,11 @@ def torch_optimizers(model: nn.Module, **muon: Any) -> tuple[torch.optim.Muon, t
     return torch.optim.Muon(hidden[::-1], **muon), torch.optim.AdamW(others[::-1])
 
 
+def in_two_groups(optimizer: Any) -> Any:
+    params = optimizer.param_groups[0]["params"]
+    return type(optimizer)([{"params": params[:5]}, {"params": params[5:]}])
+
+
 def train_alone(model: nn.Module, optimizers: tuple[Any, ...], steps: range) -> None:
     for step in steps:
         loss_of(model, tokens(step)).backward()
@@ -87,7 +92,7 @@ def test_torch_goes_on_from_a_checkpoint_as_dmuon_would_have(
         dmuon.export_weights(tmp_path / "half", tmp_path / "half.pt")
         plain = build(seed=1)
         plain.load_state_dict(torch.load(tmp_path / "half.pt", weights_only=True))
-        muon, adamw = torch_optimizers(plain)
+        muon, adamw = (in_two_groups(each) for each in torch_optimizers(plain))
         state = dmuon.read_optimizer_state(tmp_path / "half")
         muon_state, adamw_state = dmuon.optimizer_state_to_torch(state, plain, muon, adamw)
         muon.load_state_dict(muon_state)
