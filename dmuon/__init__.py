@@ -1,7 +1,17 @@
 """Muon for PyTorch on many ranks: every hidden matrix has one owner, the rest stays on FSDP2."""
 
+from dmuon.checkpoint.description import describe_checkpoint, verify_checkpoint
+from dmuon.checkpoint.difference import diff_checkpoints
+from dmuon.checkpoint.export import export_weights
+from dmuon.checkpoint.listing import list_checkpoints
 from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
+from dmuon.checkpoint.torch_optim import (
+    muon_settings_from_torch,
+    optimizer_state_from_torch,
+    optimizer_state_to_torch,
+    read_optimizer_state,
+)
 from dmuon.counters import Counters
 from dmuon.dedicate import dedicate_params
 from dmuon.errors import (
@@ -57,19 +67,28 @@ __all__ = [
     "clip_grad_norm_",
     "dedicate_params",
     "describe",
+    "describe_checkpoint",
+    "diff_checkpoints",
+    "export_weights",
     "get_counters",
     "get_dedicated_params",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_owned_params",
     "is_hidden_matrix",
+    "list_checkpoints",
     "load_checkpoint",
     "make_plan",
+    "muon_settings_from_torch",
     "newton_schulz",
     "no_sync",
     "nonfinite_gradients",
+    "optimizer_state_from_torch",
+    "optimizer_state_to_torch",
+    "read_optimizer_state",
     "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "verify_checkpoint",
     "wait_all_replicate_broadcasts",
 ]
