@@ -301,18 +301,6 @@ class _Loading:
         aliases = [alias for alias, kept in self.content.tied.items() if kept == entry.name]
         return next((n for n in (entry.name, *aliases) if n in self._weights), None)
 
-    def _facts(self, name: str) -> TensorFacts:
-        return self._holder(name).facts(name)
-
-    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        return self._holder(name).read(name, rows)
-
-    def _holder(self, name: str) -> Source | TensorReader:
-        """What reads ``name``: a source gives weights alone, its reader optimizer state too."""
-        if isinstance(self.source, CheckpointSource) and name in self._state_names:
-            return self.source.reader
-        return self.source
-
     @cached_property
     def _module_names(self) -> list[str]:
         """Of what modules of this model keep beside their tensors."""
