@@ -1,6 +1,8 @@
 """Muon for PyTorch on many ranks: every hidden matrix has one owner, the rest stays on FSDP2."""
 
 from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from dmuon.checkpoint.manifest import Manifest, read_manifest
+from dmuon.checkpoint.manifest import verify as verify_files
 from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
 from dmuon.counters import Counters
 from dmuon.dedicate import dedicate_params
@@ -22,7 +24,7 @@ from dmuon.gradients import (
 )
 from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
 from dmuon.layout import Layout, Split
-from dmuon.model_state import get_model_state_dict, set_model_state_dict
+from dmuon.model_state import get_model_state_dict, nonfinite_weights, set_model_state_dict
 from dmuon.newton_schulz import (
     CLASSIC_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
@@ -45,6 +47,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Layout",
     "LoadedCheckpoint",
+    "Manifest",
     "Matrix",
     "Muon",
     "NonFiniteGradientError",
@@ -68,8 +71,11 @@ __all__ = [
     "newton_schulz",
     "no_sync",
     "nonfinite_gradients",
+    "nonfinite_weights",
+    "read_manifest",
     "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "verify_files",
     "wait_all_replicate_broadcasts",
 ]
