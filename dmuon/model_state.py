@@ -49,7 +49,7 @@ def get_model_state_dict(
     device = torch.device("cpu") if cpu_offload else dedication.device
     state: dict[str, Any] = {}
     walk = live_values(dedication)
-    _check_names(dedication, {name for name, _ in walk})
+    check_names(dedication, {name for name, _ in walk})
     whole = _whole_matrices(dedication, keep, device)
     dedicated = dedicated_names(dedication)
     for name, value in walk:
@@ -90,7 +90,7 @@ def set_model_state_dict(
         if name in courier.described and name not in dedicated:
             value = courier.fetch(name)
             if is_extra_state(name):
-                _module_of(dedication, name).set_extra_state(value)
+                module_of(dedication, name).set_extra_state(value)
             else:
                 _load_symmetric(target, value)
     for block in dedication.engine.blocks:
@@ -141,7 +141,7 @@ def live_values(dedication: Dedication) -> list[tuple[str, Any]]:
     return [(original_name(name), value) for name, value in state.items()]
 
 
-def _check_names(dedication: Dedication, names: set[str]) -> None:
+def check_names(dedication: Dedication, names: set[str]) -> None:
     """Refuse state-dict hooks that rename or replace what lives on owners; equal on all ranks."""
     hidden = sorted(dedicated_names(dedication) - names)
     if hidden:
@@ -151,7 +151,8 @@ def _check_names(dedication: Dedication, names: set[str]) -> None:
         )
 
 
-def _module_of(dedication: Dedication, name: str) -> nn.Module:
+def module_of(dedication: Dedication, name: str) -> nn.Module:
+    """The module that a name in the state dict belongs to. Local."""
     path = name.rpartition(".")[0]
     named = dedication.model.named_modules(remove_duplicate=False)
     modules = {original_name(path): module for path, module in named}

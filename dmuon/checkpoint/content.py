@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from dmuon.checkpoint.assignment import Section
 from dmuon.checkpoint.facts import TensorFacts, facts_of
 from dmuon.dedication import Dedication
-from dmuon.model_state import dedicated_names, live_values
+from dmuon.errors import OwnershipError
+from dmuon.model_state import check_names, is_extra_state, live_values
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, symmetric_params
 from dmuon.parameter import DedicatedParam
@@ -86,6 +87,11 @@ class PlainEntry(Entry):
     value: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class ModuleEntry(PlainEntry):
+    """A tensor that ``get_extra_state`` of a module returns; ``set_extra_state`` takes it back."""
+
+
 @dataclass
 class Content:
     """All of it.
@@ -146,8 +152,9 @@ def _add_model(
         name: param.name for param in dedication.params for name in (param.name, *param.aliases)
     }
     kept: dict[torch.Tensor, str] = {}
-    assert canonical.keys() == dedicated_names(dedication)
-    for name, value in live_values(dedication):
+    walk = live_values(dedication)
+    check_names(dedication, {name for name, _ in walk})
+    for name, value in walk:
         if name in canonical:
             first = canonical[name]
             if first != name:
@@ -157,13 +164,26 @@ def _add_model(
                 content.entries.append(
                     OwnedEntry(MODEL, name, param.shape, param.dtype, parcel, param, "weight")
                 )
+        elif is_extra_state(name):
+            _add_module_state(content, name, value)
         elif not isinstance(value, torch.Tensor):
-            content.module_state[name] = value
+            raise OwnershipError(
+                f"a state_dict hook of this model adds {name}, a {type(value).__name__}, which no "
+                "checkpoint keeps; return it from get_extra_state of its module instead"
+            )
         elif isinstance(value, nn.Parameter) and value in kept:
             content.tied[name] = kept[value]
         else:
             kept[value] = name
             content.entries.append(_entry(MODEL, name, value.detach()))
+
+
+def _add_module_state(content: Content, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        entry = ModuleEntry(MODEL, name, value.shape, value.dtype, value.detach())
+        content.entries.append(entry)
+    else:
+        content.module_state[name] = value
 
 
 def _add_moments(content: Content, name: str, state: dict[str, Any]) -> None:

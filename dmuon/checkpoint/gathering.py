@@ -51,13 +51,19 @@ def collect(
     sharded: list[ShardedEntry] = []
     for entry in entries:
         is_mine = writer_of[entry.key] == me
-        if isinstance(entry, ShardedEntry) and is_in_rows(entry.value):
+        covers_all = isinstance(entry, ShardedEntry) and (
+            entry.value.device_mesh.size() == dedication.owner_map.num_owners
+        )
+        if isinstance(entry, ShardedEntry) and covers_all and is_in_rows(entry.value):
             sharded.append(entry)
             if is_mine:
                 collected[entry.key] = torch.empty(entry.shape, dtype=entry.dtype)
             continue
-        # other shards than by rows come whole to every rank, one at a time
-        whole = entry.value.full_tensor() if isinstance(entry, ShardedEntry) else None
+        whole: torch.Tensor | None = None
+        if isinstance(entry, ShardedEntry):
+            # other shards than by rows come whole to every rank, one at a time
+            with dedication.engine.order.explained(f"gathering {entry.name} for a checkpoint"):
+                whole = entry.value.full_tensor()
         if is_mine:
             value = _held_value(entry, optimizer) if whole is None else whole
             collected[entry.key] = value.detach().to("cpu", entry.dtype, copy=True).contiguous()

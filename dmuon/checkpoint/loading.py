@@ -3,6 +3,7 @@
 Everything is checked on all ranks before anything changes.
 """
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,22 +16,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon import dedication as dedications
-from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
 from dmuon.checkpoint.content import (
     MODEL,
     Content,
     Entry,
+    ModuleEntry,
     OwnedEntry,
     PlainEntry,
     ShardedEntry,
     content_of,
 )
+from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.gathering import is_in_rows, row_bounds
 from dmuon.checkpoint.manifest import Manifest
+from dmuon.checkpoint.meeting import tell_all
 from dmuon.checkpoint.source import CheckpointSource, Source, open_source
+from dmuon.checkpoint.tensor_file import TensorReader
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError, SetupError
+from dmuon.model_state import module_of
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
@@ -90,10 +95,17 @@ def load_checkpoint(
     source = _open(folder, dedication, verify_hashes)
     manifest = _manifest_of(source)
     content = content_of(dedication, optimizer, _trained(manifest))
+    # the optimizer's present state says nothing about the one that is loaded
+    content.entries = [
+        entry
+        for entry in content.entries
+        if entry.section == MODEL
+        or (isinstance(entry, OwnedEntry) and entry.kind == "momentum_buffer")
+    ]
     loading = _Loading(dedication, optimizer, source, manifest, content, convert_dtype)
     missing, unexpected = loading.check(strict)
     problem = _attempt(loading.read)
-    problems = [p for p in gather_objects(dedication, problem) if p]
+    problems = [p for p in tell_all(dedication, problem) if p]
     if problems:
         raise CheckpointError(
             folder, f"reading failed halfway, so the model must be loaded again: {problems[0]}"
@@ -119,15 +131,15 @@ def _open(folder: Path, dedication: Dedication, hashes: bool) -> Source:
         open_mine()
     except CheckpointError as error:
         problem = error
-    except OSError as error:
-        problem = CheckpointError(folder, f"it cannot be read: {error}")
-    for found in gather_objects(dedication, problem):
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = CheckpointError(folder, f"it cannot be read: {type(error).__name__}: {error}")
+    for found in tell_all(dedication, problem):
         if found is not None:
             raise found
     source = opened[0]
     manifest = _manifest_of(source)
     digest = source.names if manifest is None else manifest.digest()
-    if len({str(each) for each in gather_objects(dedication, digest)}) > 1:
+    if len({str(each) for each in tell_all(dedication, digest)}) > 1:
         raise CheckpointError(
             folder, "the ranks see different checkpoints there; they must share the storage"
         )
@@ -168,17 +180,20 @@ class _Loading:
         Raises:
             CheckpointError: on every rank, listing what does not fit.
         """
-        weights = [entry for entry in self.content.entries if entry.section == MODEL]
-        missing = [entry.name for entry in weights if self._name_of(entry) is None]
-        known = {entry.name for entry in weights} | self.content.tied.keys()
-        unexpected = [name for name in self.source.names if name not in known]
-        problems = [f"{name}: missing" for name in missing] if strict else []
-        problems += [f"{name}: not in this model" for name in unexpected] if strict else []
-        for entry in self.content.entries:
-            problems += self._misfit(entry)
-        if self.optimizer is not None:
-            problems += self._optimizer_misfits(self.optimizer)
-        everyones = [p for each in gather_objects(self.dedication, problems) for p in each]
+        missing: list[str] = []
+        unexpected: list[str] = []
+        problems: list[str] = []
+        try:
+            missing, unexpected = self._other_names()
+            problems += [f"{name}: missing" for name in missing] if strict else []
+            problems += [f"{name}: not in this model" for name in unexpected] if strict else []
+            for entry in self.content.entries:
+                problems += self._misfit(entry)
+            if self.optimizer is not None:
+                problems += self._optimizer_misfits(self.optimizer)
+        except Exception as error:  # a file that fails here alone; the other ranks must hear of it
+            problems.append(f"{type(error).__name__}: {error}")
+        everyones = [p for each in tell_all(self.dedication, problems) for p in each]
         if everyones:
             shown = "\n  ".join(list(dict.fromkeys(everyones))[:20])
             raise CheckpointError(
@@ -192,18 +207,32 @@ class _Loading:
             self.optimizer.state.clear()
         for entry in self.content.entries:
             name = self._name_of(entry)
-            if name is not None:
+            if name is not None and not isinstance(entry, ModuleEntry):
                 self._read_entry(entry, name)
+        self._read_module_state()
         if self.optimizer is not None:
             self._read_optimizer(self.optimizer)
 
+    def _other_names(self) -> tuple[list[str], list[str]]:
+        """Weights, and what modules keep, that are missing, and that are not expected."""
+        weights = [entry for entry in self.content.entries if entry.section == MODEL]
+        wanted = [e.name for e in weights if not isinstance(e, ModuleEntry)]
+        there = {e.name for e in weights if self._name_of(e) is not None}
+        missing = [name for name in wanted if name not in there]
+        missing += [name for name in self._module_names if name not in self._kept_names]
+        known = {*wanted, *self._module_names, *self.content.tied}
+        unexpected = [name for name in sorted(self._kept_names) if name not in known]
+        return missing, unexpected
+
     def _misfit(self, entry: Entry) -> list[str]:
         name = self._name_of(entry)
-        if name is None or (entry.section != MODEL and self.manifest is None):
+        is_absent = name is None or (entry.section != MODEL and self.manifest is None)
+        if is_absent or isinstance(entry, ModuleEntry):
             return []
+        assert name is not None
         if entry.section != MODEL and name not in self._state_names:
             return [f"{name}: missing from the optimizer's state"]
-        facts = self.source.facts(name)
+        facts = self._facts(name)
         problems = []
         if facts.shape != tuple(entry.shape):
             problems.append(f"{name}: has shape {list(facts.shape)}, needs {list(entry.shape)}")
@@ -225,7 +254,26 @@ class _Loading:
             return ["param_groups: other parameters or another order than in this optimizer"]
         known = symmetric_params(optimizer).keys() | {p.name for p in self.dedication.params}
         strange = sorted(n for n in self._state_names if n.partition("/")[2] not in known)
-        return [f"{name}: no such parameter in this optimizer" for name in strange]
+        strange += sorted(facts.steps.keys() - symmetric_params(optimizer).keys())
+        problems = [f"{name}: no such parameter in this optimizer" for name in strange]
+        for name, param in symmetric_params(optimizer).items():
+            if name in facts.steps:
+                for moment in MOMENTS:
+                    problems += self._state_misfit(f"{moment}/{name}", param.shape)
+        for owned in self.dedication.params:
+            if self._has_master(owned.name):
+                problems += self._state_misfit(f"master_weight/{owned.name}", owned.shape)
+        return problems
+
+    def _state_misfit(self, name: str, shape: torch.Size) -> list[str]:
+        if name not in self._state_names:
+            return [f"{name}: missing from the optimizer's state"]
+        found = self._facts(name).shape
+        return [] if found == tuple(shape) else [f"{name}: has shape {found}, needs {tuple(shape)}"]
+
+    def _has_master(self, name: str) -> bool:
+        """Whether the float32 values of a weight are kept apart from it."""
+        return self.optimizer is not None and f"master_weight/{name}" in self._state_names
 
     def _name_of(self, entry: Entry) -> str | None:
         """Under which name the source holds it: its own, or for a weight one that is tied to it."""
@@ -233,6 +281,29 @@ class _Loading:
             return entry.name
         aliases = [alias for alias, kept in self.content.tied.items() if kept == entry.name]
         return next((n for n in (entry.name, *aliases) if n in self._weights), None)
+
+    def _facts(self, name: str) -> TensorFacts:
+        return self._holder(name).facts(name)
+
+    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        return self._holder(name).read(name, rows)
+
+    def _holder(self, name: str) -> Source | TensorReader:
+        """What reads ``name``: a source gives weights alone, its reader optimizer state too."""
+        if isinstance(self.source, CheckpointSource) and name in self._state_names:
+            return self.source.reader
+        return self.source
+
+    @cached_property
+    def _module_names(self) -> list[str]:
+        """Of what modules of this model keep beside their tensors."""
+        tensors = [e.name for e in self.content.entries if isinstance(e, ModuleEntry)]
+        return [*tensors, *self.content.module_state]
+
+    @cached_property
+    def _kept_names(self) -> frozenset[str]:
+        """Of all weights in the source, and of what modules kept beside them."""
+        return self._weights.union({} if self.manifest is None else self.manifest.module_state)
 
     @cached_property
     def _weights(self) -> frozenset[str]:
@@ -251,14 +322,27 @@ class _Loading:
         elif isinstance(entry, ShardedEntry):
             self._fill(entry.value, name)
         elif isinstance(entry, PlainEntry):
-            entry.value.copy_(self.source.read(name))
+            entry.value.copy_(self._read(name))
+
+    def _read_module_state(self) -> None:
+        kept = {} if self.manifest is None else self.manifest.module_state
+        for name in self._module_names:
+            if name in kept:
+                value = copy.deepcopy(kept[name])
+            elif name in self._weights:
+                value = self._read(name).to(self.dedication.device)
+            else:
+                continue
+            module_of(self.dedication, name).set_extra_state(value)
 
     def _read_owned(self, entry: OwnedEntry, name: str) -> None:
         if entry.kind == "weight":
             self.filled.add(entry.param.name)
         if entry.parcel.master is None:
             return
-        value = self.source.read(name)
+        if entry.kind == "weight" and self._has_master(entry.param.name):
+            name = f"master_weight/{entry.param.name}"
+        value = self._read(name)
         if entry.kind == "momentum_buffer":
             assert self.optimizer is not None
             momentum = value.to(device=entry.parcel.device, dtype=MASTER_DTYPE)
@@ -270,14 +354,14 @@ class _Loading:
     def _fill(self, target: torch.Tensor, name: str) -> None:
         """Read into ``target`` what this rank holds of it."""
         if not isinstance(target, DTensor):
-            target.copy_(self.source.read(name))
+            target.copy_(self._read(name))
         elif is_in_rows(target):
             coordinate = target.device_mesh.get_coordinate()
             assert coordinate is not None  # checked at set-up
             bounds = row_bounds(target.shape[0], target.device_mesh.size(-1))
-            target.to_local().copy_(self.source.read(name, slice(*bounds[coordinate[-1]])))
+            target.to_local().copy_(self._read(name, slice(*bounds[coordinate[-1]])))
         else:
-            whole = self.source.read(name).to(target.device)
+            whole = self._read(name).to(target.device)
             mesh, placements = target.device_mesh, target.placements
             share = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             target.to_local().copy_(share.to_local())

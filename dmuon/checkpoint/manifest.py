@@ -64,6 +64,7 @@ class Manifest:
         mesh: sizes that it was written on; nothing depends on them.
         tied: weights stored once: the other name, and the name that is in a file.
         optimizer: None for weights alone.
+        module_state: what ``get_extra_state`` of modules returned, as plain data, by name.
         extra: the caller's plain data.
         versions: of the packages that wrote it.
         created: seconds since the epoch.
@@ -78,6 +79,7 @@ class Manifest:
     mesh: Mapping[str, int]
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: OptimizerFacts | None = None
+    module_state: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     created: float = 0.0
@@ -129,6 +131,7 @@ class Manifest:
             },
             "tied": dict(self.tied),
             "optimizer": _encode_optimizer(self.optimizer),
+            "module_state": encode(self.module_state, "module_state"),
             "extra": encode(self.extra, "extra"),
         }
         rest = json.dumps(content, indent=1, allow_nan=False).removeprefix("{\n") + "\n"
@@ -155,6 +158,7 @@ class Manifest:
             mesh=fields.counts_at(content, "mesh"),
             tied=fields.texts_at(content, "tied"),
             optimizer=_decode_optimizer(content.get("optimizer")),
+            module_state=fields.mapping(decode(content.get("module_state", {})), "'module_state'"),
             extra=fields.mapping(decode(content.get("extra")), "'extra'"),
             versions=fields.texts_at(content, "versions"),
             created=fields.number_at(content, "created"),

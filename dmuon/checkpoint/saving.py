@@ -9,12 +9,12 @@ good, or all learn what kept it from being so.
 import hashlib
 import json
 import os
-import shutil
 import threading
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,19 +26,31 @@ import torch.distributed as dist
 from torch import nn
 
 from dmuon import dedication as dedications
-from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
 from dmuon.checkpoint.assignment import SECTIONS, Assignment, Item, assign
-from dmuon.checkpoint.content import Content, Entry, OwnedEntry, PlainEntry, content_of
+from dmuon.checkpoint.content import (
+    Content,
+    Entry,
+    OwnedEntry,
+    PlainEntry,
+    ShardedEntry,
+    content_of,
+)
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import check_plain
 from dmuon.checkpoint.gathering import collect
-from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, OptimizerFacts, write_manifest
-from dmuon.checkpoint.plain_json import encode
+from dmuon.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    OptimizerFacts,
+    verify,
+    write_manifest,
+)
+from dmuon.checkpoint.meeting import Meeting, tell_all
 from dmuon.checkpoint.tensor_file import write_tensors
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError, SetupError
+from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import plain_group
 from dmuon.owner_map import cpu_group
@@ -47,6 +59,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _TIMEOUT = timedelta(hours=2)  # for the slowest writer; a dead rank is noticed at once
 _PACKAGES = ("dmuon", "torch", "safetensors")
 _last: WeakKeyDictionary[Dedication, "SaveHandle"] = WeakKeyDictionary()
+_busy: WeakKeyDictionary[dist.ProcessGroup, "SaveHandle"] = WeakKeyDictionary()
+"""The save that meets over a group; those of other models wait for it, as on all ranks."""
 
 
 class SaveHandle:
@@ -60,7 +74,8 @@ class SaveHandle:
         self.path = path
         self._is_over = threading.Event()
         self._manifest: Manifest | None = None
-        self._error: Exception | None = None
+        self._error: CheckpointError | None = None
+        self._was_raised = False
 
     @property
     def done(self) -> bool:
@@ -75,15 +90,25 @@ class SaveHandle:
         """
         self._is_over.wait()
         if self._error is not None:
+            self._was_raised = True
             raise self._error
         assert self._manifest is not None
         return self._manifest
 
+    def _unheard_error(self) -> CheckpointError | None:
+        """Wait; what went wrong, if this rank has not been told yet."""
+        self._is_over.wait()
+        return None if self._was_raised else self._error
+
     def _run(self, work: "_Work") -> None:
         try:
+            if work.after is not None:
+                work.after._is_over.wait()
             self._manifest = work.commit()
-        except Exception as error:  # kept for `wait`
+        except CheckpointError as error:  # kept for `wait`
             self._error = error
+        except Exception as error:
+            self._error = CheckpointError(self.path, f"{type(error).__name__}: {error}")
         finally:
             self._is_over.set()
 
@@ -118,7 +143,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
         files: small files of yours by name, such as ``config.json`` (of the first rank).
         async_save: return when the values are copied to host memory, and write beside what
             follows. Call ``wait()`` before the process ends. The next save of this model waits
-            for this one, and raises what went wrong with it.
+            for this one, and raises what went wrong with it, unless all ranks have been told.
 
     Returns:
         A handle; without ``async_save`` it is done.
@@ -126,18 +151,18 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     Raises:
         CheckpointError: on every rank: the folder is in use, a rank could not write, ...; nothing
             that was there before is changed.
+        CollectiveError: another rank is gone; what is in the folder is no checkpoint.
     """
     dedication = dedications.of(model)
     if optimizer is not None and optimizer.dedication is not dedication:
         raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
     dedication.settle_for(Call.SAVE_CHECKPOINT)
-    previous = _last.pop(dedication, None)
-    if previous is not None:
-        previous.wait()
-    folder = Path(path)
+    folder = Path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, _Given(step, extra or {}, files or {}))
     handle = SaveHandle(folder)
     _last[dedication] = handle
+    if work.group is not None:
+        _busy[work.group] = handle
     if async_save:
         name = f"dmuon checkpoint {folder.name}"
         threading.Thread(target=handle._run_beside, args=(work,), name=name).start()
@@ -162,14 +187,20 @@ def _prepare(
     folder: Path, dedication: Dedication, optimizer: Muon | None, given: _Given
 ) -> "_Work":
     """Everything that training has to wait for. Collective over the mesh."""
+    previous = _last.pop(dedication, None)
+    unheard = None if previous is None else previous._unheard_error()
     started = () if optimizer is None else optimizer.state
     mine = [param.name for param in dedication.params if param.param in started]
-    have_momentum = frozenset(n for names in gather_objects(dedication, mine) for n in names)
+    everyones = tell_all(dedication, (unheard, mine))
+    if error := next((error for error, _ in everyones if error is not None), None):
+        raise error
+    have_momentum = frozenset(name for _, names in everyones for name in names)
     content = content_of(dedication, optimizer, have_momentum)
-    is_first = dedication.owner_map.everyone.rank() == 0
     _agree(folder, dedication, content)
-    problem = _folder_problem(folder, given) if is_first else None
-    if problem := next(filter(None, gather_objects(dedication, problem)), None):
+    ready = _Ready()
+    if dedication.owner_map.everyone.rank() == 0:
+        ready = _make_ready(folder, dedication, optimizer, content, given)
+    if problem := next(filter(None, tell_all(dedication, ready.problem)), None):
         raise CheckpointError(folder, problem)
     items = [_item(entry, dedication) for entry in content.entries]
     assignment = assign(items, dedication.owner_map.num_owners)
@@ -179,8 +210,8 @@ def _prepare(
     collected = collect(dedication, optimizer, content.entries, writer_of)
     group = dedication.owner_map.everyone
     background = cpu_group("checkpoint", group, _TIMEOUT) if group.size() > 1 else None
-    head = _head(dedication, optimizer, content, given)
-    return _Work(folder, content.entries, assignment, collected, background, head, given.files)
+    after = None if background is None else _busy.get(background)
+    return _Work(folder, content.entries, assignment, collected, background, ready, after)
 
 
 def _item(entry: Entry, dedication: Dedication) -> Item:
@@ -196,7 +227,7 @@ def _agree(folder: Path, dedication: Dedication, content: Content) -> None:
     lines = [f"{e.key} {tuple(e.shape)} {e.dtype} {type(e).__name__}" for e in content.entries]
     lines += [str(folder), *map(str, content.tied.items())]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = gather_objects(dedication, digest)
+    digests = tell_all(dedication, digest)
     if different := [rank for rank, each in enumerate(digests) if each != digests[0]]:
         raise CheckpointError(
             folder,
@@ -205,17 +236,52 @@ def _agree(folder: Path, dedication: Dedication, content: Content) -> None:
         )
 
 
-def _folder_problem(folder: Path, given: _Given) -> str | None:
-    """Make the folder; local, on the first rank."""
+@dataclass
+class _Ready:
+    """What the first rank has done before anything is copied.
+
+    Attributes:
+        head: what the manifest says beside files and tensors.
+        files: those of the caller.
+        was_there: the folder is the caller's own, though empty.
+        problem: what keeps the checkpoint from being written.
+    """
+
+    head: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    was_there: bool = False
+    problem: str | None = None
+
+
+def _make_ready(
+    folder: Path, dedication: Dedication, optimizer: Muon | None, content: Content, given: _Given
+) -> _Ready:
+    """Check what the caller adds, and make the folder; local, on the first rank."""
+    ready = _Ready()
     try:
-        encode(dict(given.extra), "extra")
-        for name, data in given.files.items():
+        _check_tensors(dedication, content)
+        ready.head = _head(dedication, optimizer, content, given)
+        ready.files = dict(given.files)
+        for name, data in ready.files.items():
             _check_file(name, data)
+        ready.was_there = folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
-        is_used = any(folder.iterdir())
-    except (OSError, TypeError, ValueError) as error:
-        return f"it cannot be written: {error}"
-    return "it is not empty; nothing is overwritten, give another path" if is_used else None
+        if any(folder.iterdir()):
+            ready.problem = "it is not empty; nothing is overwritten, give another path"
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        ready.problem = f"it cannot be written: {error}"
+    return ready
+
+
+def _check_tensors(dedication: Dedication, content: Content) -> None:
+    for entry in content.entries:
+        is_meta = isinstance(entry, PlainEntry | ShardedEntry) and entry.value.is_meta
+        if is_meta or (isinstance(entry, OwnedEntry) and entry.param.name in dedication.unfilled):
+            raise ValueError(f"{entry.name} has no values yet; load or initialise the model first")
+        try:
+            _ = entry.facts
+        except ValueError as error:
+            raise ValueError(f"{entry.name}: {error}") from None
 
 
 def _check_file(name: str, data: object) -> None:
@@ -237,15 +303,19 @@ def _head(
     counted = 0 if optimizer is None else optimizer.num_steps
     owner_map = dedication.owner_map
     shards = owner_map.num_owners // owner_map.num_replicas
-    return {
-        "step": counted if given.step is None else given.step,
-        "mesh": {"replicate": owner_map.num_replicas, "shard": shards},
-        "tied": content.tied,
-        "optimizer": facts,
-        "extra": dict(given.extra),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "created": time.time(),
-    }
+    head = Manifest(
+        step=counted if given.step is None else given.step,
+        files={},
+        tensors={},
+        mesh={"replicate": owner_map.num_replicas, "shard": shards},
+        optimizer=facts,
+        extra=dict(given.extra),
+        module_state=content.module_state,
+        versions={name: _version(name) for name in _PACKAGES},
+        created=time.time(),
+    )
+    copied = Manifest.from_json(head.to_json())  # the caller's values may change while it is saved
+    return {**vars(copied), "tied": content.tied}
 
 
 @dataclass
@@ -257,8 +327,8 @@ class _Work:
     assignment: Assignment
     collected: dict[str, torch.Tensor]
     group: dist.ProcessGroup | None
-    head: dict[str, Any]
-    files: Mapping[str, bytes]
+    ready: _Ready
+    after: SaveHandle | None
 
     def commit(self) -> Manifest:
         """Write this rank's files; on the first rank then the manifest. Collective over the group.
@@ -266,22 +336,44 @@ class _Work:
         Raises:
             CheckpointError: on every rank, with what kept any of them from writing.
         """
-        me = 0 if self.group is None else self.group.rank()
-        written, failure = self._attempt(self._write_mine, me)
-        everyones = self._gather((written, failure))
+        try:
+            manifest, failures = self._commit(Meeting(self.group))
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                self.folder,
+                "another rank is gone, so it is not known to be whole; its manifest, if it has "
+                f"one, tells. The backend says: {first_line}",
+            ) from error
+        finally:
+            self.collected.clear()
+        if manifest is None:
+            raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
+        return manifest
+
+    def _commit(self, meeting: Meeting) -> tuple[Manifest | None, list[str]]:
+        written, failure = self._attempt(self._write_mine, meeting.rank)
+        everyones = meeting.tell_all((written, failure))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
         manifest: Manifest | None = None
-        if me == 0 and not failures:
-            files = {name: facts for part, _ in everyones for name, facts in part.items()}
-            manifest, failure = self._attempt(self._write_manifest, files)
-            failures = [failure] if failure else []
-        if me == 0 and failures:
-            shutil.rmtree(self.folder, ignore_errors=True)  # made for this, and no checkpoint
-        manifest, failures = self._from_first((manifest, failures))
-        if failures:
-            raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
-        assert manifest is not None
-        return manifest
+        if meeting.rank == 0:
+            if not failures:
+                files = {name: facts for part, _ in everyones for name, facts in part.items()}
+                manifest, failure = self._attempt(self._write_manifest, files)
+                failures = [failure] if failure else []
+            if failures:
+                manifest = None
+                self._remove()
+        return meeting.tell_all((manifest, failures))[0]
+
+    def _remove(self) -> None:
+        """Leave nothing of what is no checkpoint; the manifest goes first."""
+        for name in (MANIFEST_FILE, *os.listdir(self.folder)):
+            with suppress(OSError):
+                (self.folder / name).unlink()
+        if not self.ready.was_there:
+            with suppress(OSError):
+                self.folder.rmdir()
 
     def _attempt(self, do: Any, *args: Any) -> tuple[Any, str | None]:
         try:
@@ -310,11 +402,12 @@ class _Work:
         for entry in self.entries:
             file = self.assignment.file(entry.section, entry.name)
             tensors.setdefault(file, {})[entry.name] = entry.facts
-        for name, data in self.files.items():
+        for name, data in self.ready.files.items():
             files[name] = write_file(self.folder / name, data)
         if index := self._index():
             files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index)
-        manifest = Manifest(files=files, tensors=tensors, **self.head)
+        manifest = Manifest(**self.ready.head | {"files": files, "tensors": tensors})
+        self._check_visible(manifest)
         write_manifest(self.folder, manifest)
         return manifest
 
@@ -328,19 +421,16 @@ class _Work:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
-    def _gather(self, mine: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
-        if self.group is None:
-            return [mine]
-        everyones: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyones, mine, group=self.group)
-        return everyones
-
-    def _from_first(self, mine: tuple[Any, Any]) -> tuple[Any, Any]:
-        if self.group is None:
-            return mine
-        box: list[Any] = [mine]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+    def _check_visible(self, manifest: Manifest) -> None:
+        """A rank with other storage under the same path has written where nobody will look."""
+        try:
+            verify(self.folder, manifest, hashes=False)
+        except DamagedCheckpointError as error:
+            raise CheckpointError(
+                self.folder,
+                f"{error.reason} for the first rank, though a rank has written it; all ranks must "
+                "share the storage",
+            ) from error
 
 
 def _version(package: str) -> str:
