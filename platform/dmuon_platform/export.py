@@ -59,7 +59,7 @@ def export_model(
     fresh = run_dir / f"{EXPORT_FOLDER}.writing"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    for name in _model_files(manifest):
+    for name in model_files(manifest):
         shutil.copyfile(checkpoint / name, fresh / name)
         sync(fresh / name)
     for name, data in texts.items():
@@ -88,14 +88,14 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ids if config.get(key) is not None}
 
 
-def _model_files(manifest: dmuon.Manifest) -> list[str]:
+def model_files(manifest: dmuon.Manifest) -> list[str]:
     """Weights in one file or in several with an index: what ``transformers`` opens."""
     return sorted(name for name in manifest.files if name.startswith(MODEL_FILES))
 
 
 def _digest(manifest: dmuon.Manifest, texts: Mapping[str, bytes]) -> str:
     digest = hashlib.sha256()
-    for name in _model_files(manifest):
+    for name in model_files(manifest):
         digest.update(f"{name} {manifest.files[name].sha256}\n".encode())
     for name in sorted(texts):
         digest.update(f"\n{name} {len(texts[name])}\n".encode() + texts[name])

@@ -1,6 +1,5 @@
 """Checkpoints of a training in motion: written by all ranks, committed by rank 0 alone."""
 
-import hashlib
 import json
 import os
 import warnings
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-import torch
 from ray.train import Checkpoint as RayCheckpoint
 from ray.train import CheckpointUploadMode
-from torch import Tensor
 
 import dmuon
 from dmuon_platform.errors import Diverged, PlatformError, SpecError
@@ -25,6 +22,7 @@ from dmuon_platform.place import Place
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.store import CONFIG_FILE, Checkpoint, CheckpointStore
 from dmuon_platform.training import Training
+from dmuon_platform.weights_digest import digest_of_checkpoint
 
 RAY_FOLDER = "ray"
 """Ray's own folder inside a run: its snapshot, and pointers to our checkpoints."""
@@ -158,6 +156,11 @@ class Saving:
                 "mend the storage, and launch the job again: it goes on from the newest checkpoint."
             )
 
+    def weights_digest(self) -> str | None:
+        """Return the digest of the newest checkpoint's weights on rank 0, None elsewhere."""
+        newest = self._store.verified
+        return None if newest is None else digest_of_checkpoint(newest)
+
     def _next(self, candidates: Iterator[Checkpoint], found: list[Checkpoint]) -> Path | None:
         for each in candidates:
             check_dataset(each, self._facts.get("dataset_digest"))
@@ -216,10 +219,6 @@ class Saving:
         )
 
 
-def _on_first(get: Any, *of: Any) -> dict[str, Any]:
-    return get(*of, cpu_offload=True, rank0_only=True)
-
-
 def check_finite(step: int, names: Sequence[str]) -> None:
     """Refuse weights that no training can go on from.
 
@@ -257,19 +256,3 @@ def check_dataset(checkpoint: Checkpoint, digest: str | None) -> None:
             "them back to go on with that run, or give this job a name of its own "
             "(--set name=NAME)."
         )
-
-
-def weights_digest(model_sd: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, shapes, dtypes and bytes of all weights, in order of name."""
-    digest = hashlib.sha256()
-    for name in sorted(model_sd):
-        tensor = model_sd[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def final_weights_digest(training: Training) -> str | None:
-    """Return `weights_digest` on rank 0, None elsewhere. Collective."""
-    model_sd = _on_first(dmuon.get_model_state_dict, training.model)
-    return weights_digest(model_sd) if training.place.is_first else None

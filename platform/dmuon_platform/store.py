@@ -57,6 +57,9 @@ class CheckpointStore:
     A checkpoint is written under another name, its manifest last, and then renamed, so a folder
     is whole or does not count. Nothing that is damaged or half-written is ever deleted or reused.
 
+    Attributes:
+        verified: The one last found whole or committed, whose contents are known to be good.
+
     Args:
         run_dir: The folder of the run.
         on_damage: Told of every folder that is passed over, once; by default a warning.
@@ -71,7 +74,7 @@ class CheckpointStore:
         self._lease = Lease(run_dir)
         self._named: set[Path] = set()
         self._changed = LineFile(self.folder / DAMAGED_FILE)
-        self._verified: Path | None = None
+        self.verified: Checkpoint | None = None
 
     def acquire_attempt(self) -> int:
         """Take the run over; from now on earlier attempts cannot commit. Returns the number."""
@@ -157,7 +160,7 @@ class CheckpointStore:
 
     def note_verified(self, checkpoint: Checkpoint) -> None:
         """Say that the contents of a checkpoint are known to be good: it is never pruned."""
-        self._verified = checkpoint.path
+        self.verified = checkpoint
 
     def note_damaged(self, checkpoint: Checkpoint, damage: dmuon.DamagedCheckpointError) -> None:
         """Say that the contents of a checkpoint are not what was written: it is never pruned."""
@@ -174,12 +177,14 @@ class CheckpointStore:
             rule: Which whole ones stay.
         """
         whole = self.list()
-        if self._verified not in {each.path for each in whole}:
+        if self.verified is None or self.verified.path not in {each.path for each in whole}:
             self.newest_verified()
         changed = {
             (each.content["folder"], each.content["created"]) for each in self._changed.lines()
         }
-        stays = kept(whole, rule) | {self._verified}
+        stays = kept(whole, rule)
+        if self.verified is not None:
+            stays.add(self.verified.path)
         for old in whole:
             is_changed = (old.path.name, old.manifest.created) in changed
             if old.path not in stays and not is_changed:

@@ -11,7 +11,7 @@ from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import Diverged
 from dmuon_platform.events import Journal
 from dmuon_platform.place import Place
-from dmuon_platform.saving import Saving, final_weights_digest
+from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.training import Training
@@ -50,8 +50,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 
     result = {
         "step": step,
-        "weights_sha256": final_weights_digest(training),
         "evaluation": _evaluation(metrics) or _evaluation(training.evaluate()),
+        "weights_sha256": saving.weights_digest(),
     }
     record.finished(result)
     return result

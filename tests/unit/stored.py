@@ -33,6 +33,7 @@ def write_parts(
     *,
     extra: Mapping[str, Any] | None = None,
     texts: Mapping[str, bytes] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> None:
     """Everything that is in a checkpoint, the manifest last."""
     folder.mkdir(parents=True)
@@ -47,6 +48,7 @@ def write_parts(
         },
         mesh={"replicate": 1, "shard": 1},
         optimizer=OptimizerFacts([], step, {}),
+        tied=tied or {},
         extra=extra or {},
         created=time.time(),
     )
