@@ -1,6 +1,8 @@
 """The checkpoints of a run, saved beside its training and restored by real ranks."""
 
+import os
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,34 @@ def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec) -> Non
     assert "No space left" in failed["problem"]
     assert saved["kind"] == "checkpoint_saved"
     assert steps_of(spec) == [2]
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint was made")
+def test_a_worker_killed_while_it_writes_leaves_the_older_checkpoint_and_a_named_folder(
+    spec,
+) -> None:
+    def body(rank: int) -> None:
+        place, training = prepare(spec)
+        saving = saving_of(spec, place, CheckpointStore(spec.run_dir)._lease.newest())
+        saving.save(training, 1, {})
+        saving.settle()
+        if rank == 1:
+            from dmuon.checkpoint import saving as library
+
+            library.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        saving.save(training, 2, {})
+        saving.settle()
+        saving.save(training, 3, {})
+
+    store = CheckpointStore(spec.run_dir)
+    first = store.acquire_attempt()
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(2, body)
+    store.acquire_attempt()
+    with pytest.warns(UserWarning, match=rf"step-00000002\.writing-a{first}"):
+        newest = CheckpointStore(spec.run_dir).newest_verified()
+    assert newest is not None
+    assert newest.step == 1
 
 
 def _raise(error: Exception) -> Any:
