@@ -11,7 +11,7 @@ from dmuon.checkpoint.plain_json import parse
 from dmuon.errors import DamagedCheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
-_MOST_BYTES = 256 * 2**20
+_MOST_BYTES = 64 * 2**20
 
 
 def index_json(tensors: Mapping[str, Mapping[str, TensorFacts]]) -> bytes:

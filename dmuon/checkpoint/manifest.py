@@ -29,13 +29,13 @@ __all__ = [
 MANIFEST_FILE = "manifest.json"
 FORMAT = "dmuon-checkpoint"
 FORMAT_VERSION = 1
-_MOST_BYTES = 256 * 2**20
+_MOST_BYTES = 64 * 2**20  # half a million tensors
 _HEAD = '{\n "sha256": "%s",\n'
 """How every version begins: with the SHA-256 of the rest, so that no byte changes unnoticed."""
 
 
-class _NewerFormatError(ValueError):
-    """Written by a later version of this package."""
+class _OtherFormatError(ValueError):
+    """Written by a later version of this package, or by the platform before this format."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _check_format(content: Mapping[str, Any]) -> None:
     if version < 1:
         raise ValueError(f"there is no format version {version}")
     if version > FORMAT_VERSION:
-        raise _NewerFormatError(
+        raise _OtherFormatError(
             f"its format version {version} is newer than {FORMAT_VERSION}, the newest that "
             "this version of dmuon reads; update dmuon to read it"
         )
@@ -212,10 +212,24 @@ def _check_head(text: str) -> None:
     length = len(_HEAD % hashlib.sha256().hexdigest())
     head, rest = text[:length], text[length:]
     if head != _HEAD % hashlib.sha256(rest.encode()).hexdigest():
+        if _is_of_platform(text):
+            raise _OtherFormatError(
+                "it is of the format in which dmuon_platform keeps its runs, which is another; "
+                "the model.safetensors beside it is a file that can be read by itself"
+            )
         raise ValueError(
             "it does not begin with the SHA-256 of what follows, so it has changed since it was "
             "written, or is the manifest of something else"
         )
+
+
+def _is_of_platform(text: str) -> bool:
+    try:
+        content = parse(text)
+    except ValueError:
+        return False
+    is_versioned = isinstance(content, dict) and "format_version" in content
+    return is_versioned and "format" not in content and "attempt" in content
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -223,7 +237,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: there is none, or it is not what was written.
-        CheckpointError: it is of a newer format.
+        CheckpointError: it is of a newer or another format.
     """
     if not os.path.lexists(folder / MANIFEST_FILE):
         what = "so writing it was never finished" if folder.is_dir() else "as there is no folder"
@@ -231,15 +245,18 @@ def read_manifest(folder: Path) -> Manifest:
     path = file_in(folder, MANIFEST_FILE)
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
-        return Manifest.from_json(data.decode("utf-8"))
-    except _NewerFormatError as error:
+            return _parse(file.read(_MOST_BYTES + 1))
+    except _OtherFormatError as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be read: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = f"its {MANIFEST_FILE} cannot be read: {error}"
         raise DamagedCheckpointError(folder, reason) from error
+
+
+def _parse(data: bytes) -> Manifest:
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+    return Manifest.from_json(data.decode("utf-8"))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -250,11 +267,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: such as on a full disk; nothing was written.
     """
     try:
-        text = manifest.to_json()
-        Manifest.from_json(text)  # what could not be read must not replace what can
+        data = manifest.to_json().encode("utf-8")
+        _parse(data)  # what could not be read must not replace what can
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
-    write_file(folder / MANIFEST_FILE, text.encode("utf-8"))
+    write_file(folder / MANIFEST_FILE, data)
 
 
 def verify(

@@ -60,6 +60,12 @@ def _schema(_arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from dmuon_platform.checkpoint_command import run  # needs torch
+
+    return run(arguments)
+
+
 def _job(arguments: argparse.Namespace) -> JobSpec:
     overrides = list(arguments.set)
     if getattr(arguments, "address", None) is not None:
@@ -97,7 +103,36 @@ def _parser() -> argparse.ArgumentParser:
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
+    _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
     return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit codes: 0 good, 1 damaged or different, 2 it cannot be done as asked."
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    listing = actions.add_parser("list", help="the checkpoints in a folder, oldest first")
+    listing.add_argument("folder", metavar="FOLDER", help="that checkpoints were saved in")
+    show = actions.add_parser("show", help="what a checkpoint holds")
+    show.add_argument("path", metavar="CHECKPOINT")
+    verify = actions.add_parser("verify", help="compare every byte with what was written")
+    verify.add_argument("path", metavar="CHECKPOINT", nargs="+")
+    export = actions.add_parser("export", help="write the weights for other programs")
+    export.add_argument("path", metavar="CHECKPOINT")
+    export.add_argument(
+        "target",
+        metavar="TARGET",
+        help="a new folder for a Hugging Face checkpoint, or a new .safetensors, .pt or .bin file",
+    )
+    export.add_argument(
+        "--max-shard-mib", type=int, default=5120, help="of one file in the folder; default 5120"
+    )
+    diff = actions.add_parser("diff", help="what differs between two checkpoints")
+    for name in ("a", "b"):
+        diff.add_argument(name, metavar=name.upper(), help="a checkpoint, or other weights")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="for programs: JSON, in bytes")
+        action.add_argument("--traceback", action="store_true", help="show where an error arose")
+    parser.set_defaults(command=_checkpoint)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,11 @@ HEADERS = {
     "an entry that is no dict": raw_safetensors(header(a=[1]), FOUR),
     "overlapping": raw_safetensors(header(a=entry(), b=entry(offsets=(2, 6))), FOUR + b"\0\0"),
     "the same bytes twice": raw_safetensors(header(a=entry(), b=entry()), FOUR),
+    "an overlap and a gap that cancel out": raw_safetensors(
+        header(a=entry(), b=entry(offsets=(2, 6)), c=entry(shape=(2,), offsets=(8, 10))),
+        EIGHT + b"\0\0",
+    ),
+    "offsets that say less than the shape": raw_safetensors(header(a=entry(shape=(8,))), EIGHT),
     "a gap": raw_safetensors(header(a=entry(), b=entry(offsets=(6, 10))), EIGHT + b"\0\0"),
     "a gap before the first": raw_safetensors(header(a=entry(offsets=(4, 8))), EIGHT),
     "offsets after the end": raw_safetensors(header(a=entry(shape=(8,), offsets=(0, 8))), FOUR),

@@ -136,6 +136,7 @@ def test_the_digest_tells_contents_and_nothing_else():
     [
         {"extra": {"x": object()}},
         {"extra": {1: 2}},
+        {"extra": {"x": "y" * 2**26}},
         {"step": -1},
         {"step": True},
         {"mesh": {"shard": 1.5}},
@@ -143,7 +144,7 @@ def test_the_digest_tells_contents_and_nothing_else():
         {"optimizer": OptimizerFacts([{"lr": torch.ones(2)}], 1, {})},
         {"optimizer": OptimizerFacts([], 1, {"a": "x"})},
     ],
-    ids=str,
+    ids=lambda changed: str(changed)[:40],
 )
 def test_a_manifest_that_could_not_be_read_is_never_committed(tmp_path, changed):
     write_manifest(tmp_path, full())
@@ -222,6 +223,10 @@ LIES = {
     "a dtype that is a function": (lambda c: c["extra"].update(x={"$dtype": "save"}), "no value"),
     "a scalar that is a list": (
         lambda c: c["extra"].update(x={"$scalar": [[[1] * 9], {"$dtype": "int8"}]}),
+        "no value",
+    ),
+    "a scalar of a type too small for it": (
+        lambda c: c["extra"].update(x={"$scalar": [300, {"$dtype": "int8"}]}),
         "no value",
     ),
     "a scalar that overflows": (

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import json
+import os
+import stat
 import subprocess
 import sys
 from itertools import product
@@ -76,11 +78,17 @@ def test_types_mixed_in_one_file_are_aligned_and_without_gaps(path):
             assert_same_bits(tensor, file.get_tensor(name))
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    assert (8 + length) % 8 == 0
     for name, entry in json.loads(data[8 : 8 + length]).items():
         if name != "__metadata__":
             begin, _ = entry["data_offsets"]
             assert begin % min(tensors[name].itemsize, 8) == 0
+
+
+@pytest.mark.parametrize("name", ["x" * length for length in range(1, 10)])
+def test_values_begin_at_a_multiple_of_8_bytes(path, name):
+    write(path, {name: torch.ones(3)})
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    assert torch.equal(load_file(path)[name], torch.ones(3))
 
 
 def test_what_safetensors_writes_is_read(path):
@@ -136,6 +144,19 @@ def test_the_hash_is_that_of_the_file(path):
     facts = write(path, {"a": values(torch.float32, (100, 100)), "b": values(torch.bool, (7,))})
     data = path.read_bytes()
     assert (facts.size, facts.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_values_are_on_the_disk_before_the_name_is_and_that_before_it_returns(path, monkeypatch):
+    synced: list[tuple[bool, bool]] = []
+    fsync = os.fsync
+
+    def noting_fsync(handle: int) -> None:
+        fsync(handle)
+        synced.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    write(path, {"x": torch.ones(3)})
+    assert synced == [(False, False), (True, True)]
 
 
 def test_a_file_may_be_without_tensors(path):

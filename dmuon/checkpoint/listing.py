@@ -1,0 +1,125 @@
+"""The checkpoints in a folder: which are whole, and what keeps others from being so. Local."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmuon.checkpoint.assignment import section_of
+from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
+from dmuon.errors import CheckpointError, DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A whole checkpoint; sizes were compared, contents were not.
+
+    Attributes:
+        path: of its folder.
+        step: optimizer steps done.
+        created: seconds since the epoch.
+        num_bytes: of its files, without the manifest.
+        has_optimizer: whether training can go on from it, or it holds weights alone.
+        num_weights: tensors of the model in it.
+    """
+
+    path: Path
+    step: int
+    created: float
+    num_bytes: int
+    has_optimizer: bool
+    num_weights: int
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A folder that is no whole checkpoint.
+
+    Attributes:
+        path: of the folder.
+        reason: what is wrong with it.
+        is_damaged: it was whole once. Otherwise it was never finished (it may still be being
+            written), or it is of a format that this version of dmuon does not read.
+    """
+
+    path: Path
+    reason: str
+    is_damaged: bool
+
+
+@dataclass(frozen=True)
+class CheckpointList:
+    """What is in a folder of checkpoints.
+
+    Attributes:
+        whole: oldest first: by step, then by time.
+        passed_over: by name.
+    """
+
+    whole: tuple[ListedCheckpoint, ...]
+    passed_over: tuple[PassedOver, ...]
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> CheckpointList:
+    """The checkpoints that lie directly in ``folder``, whatever they are called.
+
+    Each manifest is read once and not kept, and of other files only the sizes are looked at. To
+    have every byte compared call ``verify_checkpoint`` on the one that counts.
+
+    Args:
+        folder: that checkpoints were saved in. Folders in it without tensors are passed over.
+
+    Raises:
+        CheckpointError: there is no such folder, or it is itself a checkpoint.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "it is no folder" if folder.exists() else "there is no such folder"
+        raise CheckpointError(folder, f"{what}; give the folder that checkpoints were saved in")
+    if os.path.lexists(folder / MANIFEST_FILE):
+        raise CheckpointError(
+            folder, f"it is itself a checkpoint; give the folder around it: {folder.parent}"
+        )
+    whole: list[ListedCheckpoint] = []
+    passed_over: list[PassedOver] = []
+    for path in _candidates(folder):
+        try:
+            whole.append(_listed(path))
+        except CheckpointError as error:
+            is_damaged = isinstance(error, DamagedCheckpointError) and _is_committed(path)
+            passed_over.append(PassedOver(path, error.reason, is_damaged))
+    whole.sort(key=lambda each: (each.step, each.created, each.path.name))
+    return CheckpointList(tuple(whole), tuple(passed_over))
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Folders that are checkpoints, were ones or may become ones, by name."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+    for name in names:
+        with os.scandir(folder / name) as entries:
+            held = [entry.name for entry in entries]
+        # empty: a save makes the folder before it writes anything
+        if not held or MANIFEST_FILE in held or any(".safetensors" in each for each in held):
+            yield folder / name
+
+
+def _is_committed(path: Path) -> bool:
+    return os.path.lexists(path / MANIFEST_FILE)
+
+
+def _listed(path: Path) -> ListedCheckpoint:
+    manifest = read_manifest(path)
+    verify(path, manifest, hashes=False)
+    return ListedCheckpoint(
+        path=path,
+        step=manifest.step,
+        created=manifest.created,
+        num_bytes=sum(facts.size for facts in manifest.files.values()),
+        has_optimizer=manifest.optimizer is not None,
+        num_weights=sum(
+            len(tensors)
+            for file, tensors in manifest.tensors.items()
+            if section_of(file) == "model"
+        ),
+    )

@@ -1,0 +1,300 @@
+"""``dmuon checkpoint``: what is in checkpoints, whether they are whole, and their weights."""
+
+import argparse
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import dmuon
+
+GOOD, DIFFERENT, BAD_USE = 0, 1, 2
+_MIB = 2**20
+_MOST_LINES = 50
+"""Of one table of differences; ``--json`` has them all."""
+
+
+@dataclass
+class _Answer:
+    """What an action found.
+
+    Attributes:
+        code: of exit.
+        facts: for programs.
+        lines: for people.
+    """
+
+    facts: dict[str, Any]
+    lines: list[str]
+    code: int = GOOD
+    complaints: list[str] = field(default_factory=list)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments of ``dmuon checkpoint`` ask, print the answer, return the exit code."""
+    try:
+        answer = _ACTIONS[arguments.action](arguments)
+    except (dmuon.DMuonError, OSError) as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        else:
+            print(f"dmuon: {_line(str(error))}", file=sys.stderr)
+        is_damaged = isinstance(error, dmuon.DamagedCheckpointError | OSError)
+        return DIFFERENT if is_damaged else BAD_USE
+    if arguments.json:
+        print(json.dumps(_plain(answer.facts), indent=2, allow_nan=False))
+    else:
+        print("\n".join(answer.lines))
+    for complaint in answer.complaints:
+        print(f"dmuon: {_line(complaint)}", file=sys.stderr)
+    return answer.code
+
+
+def _list(arguments: argparse.Namespace) -> _Answer:
+    found = dmuon.list_checkpoints(arguments.folder)
+    rows = [
+        (
+            each.path.name,
+            str(each.step),
+            _when(each.created),
+            _mib(each.num_bytes),
+            "yes" if each.has_optimizer else "no",
+        )
+        for each in found.whole
+    ]
+    lines = _table(("NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"), rows)
+    if found.passed_over:
+        passed = [
+            (each.path.name, "damaged" if each.is_damaged else "not usable", each.reason)
+            for each in found.passed_over
+        ]
+        lines += ["", *_table(("PASSED OVER", "", "WHY"), passed)]
+    facts = {
+        "checkpoints": [
+            {
+                "path": each.path,
+                "step": each.step,
+                "created": _when(each.created),
+                "num_bytes": each.num_bytes,
+                "has_optimizer": each.has_optimizer,
+                "num_weights": each.num_weights,
+            }
+            for each in found.whole
+        ],
+        "passed_over": [
+            {"path": each.path, "reason": each.reason, "is_damaged": each.is_damaged}
+            for each in found.passed_over
+        ],
+    }
+    is_damaged = any(each.is_damaged for each in found.passed_over)
+    return _Answer(facts, lines, DIFFERENT if is_damaged else GOOD)
+
+
+def _show(arguments: argparse.Namespace) -> _Answer:
+    about = dmuon.describe_checkpoint(arguments.path)
+    settings = None
+    if about.optimizer is not None:
+        groups = [
+            {key: value for key, value in group.items() if key != "names"}
+            | {"num_params": len(group.get("names", ()))}
+            for group in about.optimizer.param_groups
+        ]
+        settings = {"num_steps": about.optimizer.num_steps, "param_groups": groups}
+    facts: dict[str, Any] = {
+        "path": about.path,
+        "step": about.step,
+        "created": _when(about.created),
+        "num_bytes": about.num_bytes,
+        "versions": about.versions,
+        "mesh": about.mesh,
+        "files": about.files,
+        "sections": {
+            name: {"num_tensors": s.num_tensors, "num_bytes": s.num_bytes, "dtypes": s.dtypes}
+            for name, s in about.sections.items()
+        },
+        "tied": about.tied,
+        "optimizer": settings,
+        "extra": about.extra,
+        "unlisted": about.unlisted,
+        "problem": about.problem,
+    }
+    code, complaints = GOOD, []
+    if about.problem is not None:
+        code, complaints = DIFFERENT, [f"{about.path} is not whole: {about.problem}"]
+    return _Answer(facts, _show_lines(facts), code, complaints)
+
+
+def _show_lines(facts: Mapping[str, Any]) -> list[str]:
+    pairs = [
+        ("step", str(facts["step"])),
+        ("created", facts["created"]),
+        ("size", f"{_mib(facts['num_bytes'])} MiB"),
+        ("mesh", ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())),
+        ("written by", ", ".join(f"{name} {v}" for name, v in facts["versions"].items())),
+        *(("tied", f"{alias} is {kept}") for alias, kept in facts["tied"].items()),
+    ]
+    lines = _table((str(facts["path"]), ""), pairs)
+    sections = [
+        (name, str(s["num_tensors"]), _mib(s["num_bytes"]), ", ".join(s["dtypes"]))
+        for name, s in facts["sections"].items()
+    ]
+    lines += ["", *_table(("SECTION", "TENSORS", "MIB", "TYPES"), sections)]
+    files = [(name, _mib(size)) for name, size in facts["files"].items()]
+    files += [(name, "not in the manifest") for name in facts["unlisted"]]
+    lines += ["", *_table(("FILE", "MIB"), files)]
+    settings = facts["optimizer"] or {"param_groups": []}
+    for index, group in enumerate(settings["param_groups"]):
+        rows = [(str(key), _text(value)) for key, value in group.items()]
+        lines += ["", *_table((f"GROUP {index}", ""), rows)]
+    if facts["extra"]:
+        extra = [(str(key), _text(value)) for key, value in facts["extra"].items()]
+        lines += ["", *_table(("EXTRA", ""), extra)]
+    return lines
+
+
+def _verify(arguments: argparse.Namespace) -> _Answer:
+    rows: list[tuple[str, str, str]] = []
+    facts: list[dict[str, Any]] = []
+    for path in arguments.path:
+        reason: str | None = None
+        try:
+            about = dmuon.verify_checkpoint(path)
+            rows.append((path, "good", f"step {about.step}, {_mib(about.num_bytes)} MiB"))
+        except dmuon.DamagedCheckpointError as error:
+            reason = error.reason
+            rows.append((path, "damaged", reason))
+        facts.append({"path": path, "is_good": reason is None, "reason": reason})
+    code = GOOD if all(each["is_good"] for each in facts) else DIFFERENT
+    return _Answer({"checkpoints": facts}, _table(("CHECKPOINT", "", ""), rows), code)
+
+
+def _export(arguments: argparse.Namespace) -> _Answer:
+    most = arguments.max_shard_mib * _MIB
+    done = dmuon.export_weights(arguments.path, arguments.target, max_shard_bytes=most)
+    facts = {
+        "path": done.path,
+        "files": done.files,
+        "num_tensors": done.num_tensors,
+        "num_bytes": done.num_bytes,
+    }
+    rows = [(name, _mib(size)) for name, size in done.files.items()]
+    lines = [
+        f"{done.num_tensors} weights, {_mib(done.num_bytes)} MiB, written to {done.path} "
+        "and read back",
+        *_table(("FILE", "MIB"), rows),
+    ]
+    return _Answer(facts, lines)
+
+
+def _diff(arguments: argparse.Namespace) -> _Answer:
+    found = dmuon.diff_checkpoints(arguments.a, arguments.b)
+    kinds = {
+        name: [{"dtype": each.dtype, "shape": each.shape} for each in pair]
+        for name, pair in found.other_kind.items()
+    }
+    facts: dict[str, Any] = {
+        "a": found.a,
+        "b": found.b,
+        "is_same": found.is_same,
+        "num_compared": found.num_compared,
+        "weights_only": found.weights_only,
+        "only_in_a": found.only_in_a,
+        "only_in_b": found.only_in_b,
+        "other_kind": kinds,
+        "values": [
+            {
+                "name": each.name,
+                "num_different": each.num_different,
+                "num_values": each.num_values,
+                "largest_absolute": each.largest_absolute,
+                "largest_relative": each.largest_relative,
+            }
+            for each in found.values
+        ],
+        "settings": found.settings,
+    }
+    return _Answer(facts, _diff_lines(facts), GOOD if found.is_same else DIFFERENT)
+
+
+def _diff_lines(facts: Mapping[str, Any]) -> list[str]:
+    what = "weights" if facts["weights_only"] else "tensors"
+    equal = facts["num_compared"] - len(facts["values"])
+    lines = [f"{equal} {what} are equal, {len(facts['values'])} differ in their values"]
+    only = [(name, "only in A") for name in facts["only_in_a"]]
+    only += [(name, "only in B") for name in facts["only_in_b"]]
+    kinds = [
+        (name, *(f"{each['dtype']} {list(each['shape'])}" for each in pair))
+        for name, pair in facts["other_kind"].items()
+    ]
+    values = [
+        (
+            each["name"],
+            f"{each['num_different']} of {each['num_values']}",
+            f"{each['largest_absolute']:.3g}",
+            f"{each['largest_relative']:.3g}",
+        )
+        for each in facts["values"]
+    ]
+    settings = [(path, _text(a), _text(b)) for path, (a, b) in facts["settings"].items()]
+    for head, rows in (
+        (("TENSOR", ""), only),
+        (("TENSOR", "A", "B"), kinds),
+        (("TENSOR", "VALUES", "LARGEST |A-B|", "RELATIVE"), values),
+        (("SETTING", "A", "B"), settings),
+    ):
+        if rows:
+            lines += ["", *_table(head, rows[:_MOST_LINES])]
+            lines += [f"... and {len(rows) - _MOST_LINES} more"] if len(rows) > _MOST_LINES else []
+    return lines
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], _Answer]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "diff": _diff,
+}
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[_line(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def _line(text: str) -> str:
+    """On one line; what a terminal would obey is shown as what it is."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+
+
+def _when(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # no year has it
+        return f"{seconds} s"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.2f}"
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(_plain(value), ensure_ascii=False)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, int | str | None) else str(value)

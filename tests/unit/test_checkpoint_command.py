@@ -1,0 +1,192 @@
+"""``dmuon checkpoint``: what it prints, and with which exit code it ends."""
+
+import json
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dmuon_platform import cli
+from dmuon_platform.store import CheckpointStore
+from saved import cut, flip, hand_made, write_checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+class Command:
+    """Runs the command and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: object) -> int:
+        code = cli.main(["checkpoint", *map(str, arguments)])
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+    def json(self, *arguments: object) -> tuple[int, Any]:
+        code = self(*arguments, "--json")
+        return code, json.loads(self.out, parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def test_list_shows_steps_times_and_sizes(written: Path, command: Command) -> None:
+    assert command("list", written) == 0
+    head, first, second = command.out.splitlines()
+    assert head.split() == ["NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"]
+    name, step, created, mib, optimizer = second.split()
+    assert (first.split()[0], name, step, optimizer) == ("step-1", "step-2", "2", "yes")
+    files = [each for each in (written / "step-2").iterdir() if each.name != "manifest.json"]
+    assert mib == f"{sum(each.stat().st_size for each in files) / 2**20:.2f}"
+    assert datetime.fromisoformat(created).tzinfo is not None
+
+
+def test_list_names_what_is_not_whole_and_only_damage_is_a_failure(
+    run: Path, command: Command
+) -> None:
+    (run / "step-3").mkdir()
+    assert command("list", run) == 0
+    assert "never finished" in command.out
+    cut(run / "step-1" / "model-00001-of-00002.safetensors")
+    code, facts = command.json("list", run)
+    assert code == 1
+    assert [Path(each["path"]).name for each in facts["checkpoints"]] == ["step-2"]
+    passed = {Path(each["path"]).name: each["is_damaged"] for each in facts["passed_over"]}
+    assert passed == {"step-1": True, "step-3": False}
+
+
+def test_show_tells_what_a_checkpoint_holds(written: Path, command: Command) -> None:
+    assert command("show", written / "step-2") == 0
+    for words in ("replicate 1, shard 2", "head.weight is embed.weight", "config.json", "GROUP 1"):
+        assert words in command.out
+    code, facts = command.json("show", written / "step-2")
+    assert (code, facts["step"], facts["extra"]) == (0, 2, {"tokens": 192, "betas": [0.9, 0.95]})
+    assert facts["sections"]["model"]["dtypes"].keys() == {"F32"}
+    assert [group["algorithm"] for group in facts["optimizer"]["param_groups"]] == ["muon", "adamw"]
+
+
+def test_show_says_when_it_is_not_whole(run: Path, command: Command) -> None:
+    cut(run / "step-1" / "model-00001-of-00002.safetensors")
+    assert command("show", run / "step-1") == 1
+    assert "model-00001-of-00002.safetensors was cut" in command.err
+
+
+def test_verify_names_the_damaged_one_among_several(run: Path, command: Command) -> None:
+    assert command("verify", run / "step-1", run / "step-2") == 0
+    flip(run / "step-1" / "optim-00002-of-00002.safetensors")
+    assert command("verify", run / "step-1", run / "step-2") == 1
+    _, first, second = command.out.splitlines()
+    assert "damaged" in first
+    assert "optim-00002-of-00002.safetensors has changed" in first
+    assert "good" in second
+    code, facts = command.json("verify", run / "step-1", run / "step-2")
+    assert (code, [each["is_good"] for each in facts["checkpoints"]]) == (1, [False, True])
+
+
+def test_export_writes_a_folder_or_a_file_once(
+    written: Path, tmp_path: Path, command: Command
+) -> None:
+    assert command("export", written / "step-2", tmp_path / "hf") == 0
+    assert "written to" in command.out
+    assert (tmp_path / "hf" / "config.json").is_file()
+    code, facts = command.json("export", written / "step-2", tmp_path / "one.pt")
+    assert code == 0
+    assert torch.load(tmp_path / "one.pt", weights_only=True).keys() >= {"embed.weight"}
+    assert facts["files"] == {"one.pt": (tmp_path / "one.pt").stat().st_size}
+    assert command("export", written / "step-2", tmp_path / "hf") == 2
+    assert "nothing is overwritten" in command.err
+    assert command("export", written / "step-2", tmp_path / "new", "--max-shard-mib", 0) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_diff_tells_equal_from_different(written: Path, tmp_path: Path, command: Command) -> None:
+    assert command("export", written / "step-2", tmp_path / "one.pt") == 0
+    assert command("diff", written / "step-2", tmp_path / "one.pt") == 0
+    assert "0 differ" in command.out
+    assert command("diff", written / "step-1", written / "step-2") == 1
+    assert "embed.weight" in command.out
+    assert "optimizer.num_steps" in command.out
+    code, facts = command.json("diff", written / "step-1", written / "step-2")
+    assert code == 1
+    assert facts["settings"]["step"] == [1, 2]
+    assert facts["only_in_a"] == facts["only_in_b"] == []
+
+
+def test_infinite_differences_are_json_too(tmp_path: Path, command: Command) -> None:
+    a = hand_made(tmp_path / "a", 1, {"w": torch.tensor([1.0, 2.0])}, extra={"worst": float("inf")})
+    b = hand_made(tmp_path / "b", 1, {"w": torch.tensor([float("nan"), 2.0])})
+    code, facts = command.json("diff", a, b)
+    assert (code, facts["values"][0]["largest_absolute"]) == (1, "inf")
+    code, facts = command.json("show", a)
+    assert (code, facts["extra"]["worst"]) == (0, "inf")
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "export", "diff"])
+def test_bad_use_is_one_clear_line_and_exit_code_2(
+    action: str, tmp_path: Path, command: Command
+) -> None:
+    second = [tmp_path / "there"] if action in ("export", "diff") else []
+    assert command(action, tmp_path / "no\nwhere", *second) == 2
+    (line,) = command.err.splitlines()
+    assert line.startswith("dmuon: ")
+    assert "there is no such" in line
+    assert command(action, tmp_path / "nowhere", *second, "--traceback") == 2
+    assert "Traceback" in command.err
+
+
+def test_wrong_arguments_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["shwo", "x"], ["show"], ["diff", "a"], ["export", "a", "--json"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["checkpoint", *arguments])
+        assert caught.value.code == 2
+        assert "usage: dmuon checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["show", "verify", "export"])
+def test_a_checkpoint_of_a_run_of_the_platform_is_named_as_such(
+    action: str, tmp_path: Path, command: Command
+) -> None:
+    old = CheckpointStore(tmp_path).save(3, {"w": torch.zeros(2)}, {}, {}, {}).path
+    target = [tmp_path / "out"] if action == "export" else []
+    assert command(action, old, *target) == 2
+    assert "the format in which dmuon_platform keeps its runs" in command.err
+    assert command("list", old.parent) == 0
+    assert "dmuon_platform" in command.out
+    assert command("diff", old / "model.safetensors", old / "model.safetensors") == 0
+
+
+def test_the_command_line_can_be_read_without_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        "from dmuon_platform import cli; cli.main(['checkpoint', 'show', '--help'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'platform'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "what a checkpoint holds" in done.stdout or "CHECKPOINT" in done.stdout
