@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dmuon
-from dmuon.checkpoint import saving
+from dmuon.checkpoint import committing
 
 
 def flat(state: object, path: str = "") -> dict[str, Any]:
@@ -41,15 +41,15 @@ def states(model: nn.Module, optimizer: dmuon.Muon) -> dict[str, dict[str, Any]]
 @contextmanager
 def writing_held() -> Iterator[threading.Event]:
     """Files are written, by the real thing, once the event is set."""
-    event, write = threading.Event(), saving.write_tensors
+    event, write = threading.Event(), committing.write_tensors
 
     def write_later(*args: Any) -> Any:
         assert event.wait(60)
         return write(*args)
 
-    saving.write_tensors = write_later
+    committing.write_tensors = write_later
     try:
         yield event
     finally:
         event.set()
-        saving.write_tensors = write
+        committing.write_tensors = write

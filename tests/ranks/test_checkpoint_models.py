@@ -171,6 +171,9 @@ def test_a_model_with_everything(meshes: tuple[tuple[int, ...], ...], tmp_path: 
 
 
 def without_lists(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what ``==`` cannot compare, and a frozen parameter that is in a group on one rank."""
+    for group in state["optimizer"]["param_groups"]:
+        group["names"] = [name for name in group["names"] if name != "scale"]
     return state | {"model": {k: v for k, v in state["model"].items() if "_extra" not in k}}
 
 

@@ -186,7 +186,7 @@ def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec) -> Non
         if rank == 1:
             full = OSError(28, "No space left on device")
             patched = pytest.MonkeyPatch()
-            patched.setattr("dmuon.checkpoint.saving.write_tensors", _raise(full))
+            patched.setattr("dmuon.checkpoint.committing.write_tensors", _raise(full))
         saving.save(training, 1, metrics)
         saving.settle()
         if rank == 1:
