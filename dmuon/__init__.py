@@ -5,6 +5,8 @@ from dmuon.checkpoint.difference import diff_checkpoints
 from dmuon.checkpoint.export import export_weights
 from dmuon.checkpoint.listing import list_checkpoints
 from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from dmuon.checkpoint.manifest import Manifest, read_manifest
+from dmuon.checkpoint.manifest import verify as verify_files
 from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
 from dmuon.checkpoint.torch_optim import (
     muon_settings_from_torch,
@@ -32,7 +34,7 @@ from dmuon.gradients import (
 )
 from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
 from dmuon.layout import Layout, Split
-from dmuon.model_state import get_model_state_dict, set_model_state_dict
+from dmuon.model_state import get_model_state_dict, nonfinite_weights, set_model_state_dict
 from dmuon.newton_schulz import (
     CLASSIC_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
@@ -55,6 +57,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Layout",
     "LoadedCheckpoint",
+    "Manifest",
     "Matrix",
     "Muon",
     "NonFiniteGradientError",
@@ -83,12 +86,15 @@ __all__ = [
     "newton_schulz",
     "no_sync",
     "nonfinite_gradients",
+    "nonfinite_weights",
     "optimizer_state_from_torch",
     "optimizer_state_to_torch",
+    "read_manifest",
     "read_optimizer_state",
     "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "verify_checkpoint",
+    "verify_files",
     "wait_all_replicate_broadcasts",
 ]

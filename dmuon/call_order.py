@@ -41,6 +41,7 @@ class Call(IntEnum):
     NONFINITE_GRADIENTS = 12
     SAVE_CHECKPOINT = 13
     LOAD_CHECKPOINT = 14
+    NONFINITE_WEIGHTS = 15
 
     def __str__(self) -> str:
         return _SHOWN.get(self, self.name.lower())

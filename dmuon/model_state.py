@@ -1,7 +1,7 @@
 """Model state dicts: flat, whole tensors, names of the original model."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon import dedication as dedications
-from dmuon.agreement import Courier, raise_together
+from dmuon.agreement import Courier, gather_objects, raise_together
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError
@@ -99,6 +99,34 @@ def set_model_state_dict(
     dedication.unfilled -= set(courier.described)
     dedication.engine.publish(wait=True)
     return report
+
+
+@torch.no_grad()
+def nonfinite_weights(model: nn.Module) -> list[str]:
+    """Names of the weights and buffers that hold NaN or infinity, in the order of the model.
+
+    Collective over the mesh, and equal on every rank. Each rank looks at what it holds, so nothing
+    is gathered; it waits for the device, so it is for the time before a checkpoint and not for
+    every step.
+    """
+    dedication = dedications.of(model)
+    dedication.settle_for(Call.NONFINITE_WEIGHTS)
+    mine = [name for name, value in _held(dedication) if not bool(value.isfinite().all())]
+    found = {name for names in gather_objects(dedication, mine) for name in names}
+    return [name for name, _ in live_values(dedication) if name in found]
+
+
+def _held(dedication: Dedication) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank holds of weights and buffers: matrices it owns, shards of the others."""
+    for block in dedication.engine.blocks:
+        for parcel in block.parcels:
+            if parcel.master is not None:
+                views = parcel.views(parcel.master)
+                yield from zip((param.name for param in parcel.params), views, strict=True)
+    dedicated = dedicated_names(dedication)
+    for name, value in live_values(dedication):
+        if isinstance(value, torch.Tensor) and name not in dedicated:
+            yield name, value.to_local() if isinstance(value, DTensor) else value
 
 
 def is_extra_state(name: str) -> bool:

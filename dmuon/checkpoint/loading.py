@@ -27,13 +27,16 @@ from dmuon.checkpoint.content import (
     ShardedEntry,
     content_of,
 )
+from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.gathering import is_in_rows, row_bounds
 from dmuon.checkpoint.manifest import Manifest
 from dmuon.checkpoint.meeting import tell_all
 from dmuon.checkpoint.source import CheckpointSource, Source, open_source
+from dmuon.checkpoint.tensor_file import TensorReader
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError, SetupError
 from dmuon.model_state import module_of
+from dmuon.names import original_name
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
@@ -230,7 +233,7 @@ class _Loading:
         assert name is not None
         if entry.section != MODEL and name not in self._state_names:
             return [f"{name}: missing from the optimizer's state"]
-        facts = self.source.facts(name)
+        facts = self._facts(name)
         problems = []
         if facts.shape != tuple(entry.shape):
             problems.append(f"{name}: has shape {list(facts.shape)}, needs {list(entry.shape)}")
@@ -247,8 +250,14 @@ class _Loading:
         facts = None if self.manifest is None else self.manifest.optimizer
         if facts is None:
             return ["it holds no state of an optimizer; load it without one, for weights alone"]
-        ours = [list(group["names"]) for group in optimizer.param_groups]
-        if ours != [list(group.get("names", ())) for group in facts.param_groups]:
+        named = self.dedication.model.named_parameters()
+        # some of those that nobody shards are in a group on one rank and not on several
+        frozen = {original_name(name) for name, param in named if not param.requires_grad}
+        ours, theirs = (
+            [[name for name in group.get("names", ()) if name not in frozen] for group in groups]
+            for groups in (optimizer.param_groups, facts.param_groups)
+        )
+        if ours != theirs:
             return ["param_groups: other parameters or another order than in this optimizer"]
         known = symmetric_params(optimizer).keys() | {p.name for p in self.dedication.params}
         strange = sorted(n for n in self._state_names if n.partition("/")[2] not in known)
@@ -266,12 +275,24 @@ class _Loading:
     def _state_misfit(self, name: str, shape: torch.Size) -> list[str]:
         if name not in self._state_names:
             return [f"{name}: missing from the optimizer's state"]
-        found = self.source.facts(name).shape
+        found = self._facts(name).shape
         return [] if found == tuple(shape) else [f"{name}: has shape {found}, needs {tuple(shape)}"]
 
     def _has_master(self, name: str) -> bool:
         """Whether the float32 values of a weight are kept apart from it."""
         return self.optimizer is not None and f"master_weight/{name}" in self._state_names
+
+    def _facts(self, name: str) -> TensorFacts:
+        return self._holder(name).facts(name)
+
+    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        return self._holder(name).read(name, rows)
+
+    def _holder(self, name: str) -> Source | TensorReader:
+        """Where a tensor is read: among the weights, or the optimizer's state."""
+        if isinstance(self.source, CheckpointSource) and name not in self._weights:
+            return self.source.reader
+        return self.source
 
     def _name_of(self, entry: Entry) -> str | None:
         """Under which name the source holds it: its own, or for a weight one that is tied to it."""
@@ -308,7 +329,7 @@ class _Loading:
         elif isinstance(entry, ShardedEntry):
             self._fill(entry.value, name)
         elif isinstance(entry, PlainEntry):
-            entry.value.copy_(self.source.read(name))
+            entry.value.copy_(self._read(name))
 
     def _read_module_state(self) -> None:
         kept = {} if self.manifest is None else self.manifest.module_state
@@ -316,7 +337,7 @@ class _Loading:
             if name in kept:
                 value = copy.deepcopy(kept[name])
             elif name in self._weights:
-                value = self.source.read(name).to(self.dedication.device)
+                value = self._read(name).to(self.dedication.device)
             else:
                 continue
             module_of(self.dedication, name).set_extra_state(value)
@@ -328,7 +349,7 @@ class _Loading:
             return
         if entry.kind == "weight" and self._has_master(entry.param.name):
             name = f"master_weight/{entry.param.name}"
-        value = self.source.read(name)
+        value = self._read(name)
         if entry.kind == "momentum_buffer":
             assert self.optimizer is not None
             momentum = value.to(device=entry.parcel.device, dtype=MASTER_DTYPE)
@@ -340,14 +361,14 @@ class _Loading:
     def _fill(self, target: torch.Tensor, name: str) -> None:
         """Read into ``target`` what this rank holds of it."""
         if not isinstance(target, DTensor):
-            target.copy_(self.source.read(name))
+            target.copy_(self._read(name))
         elif is_in_rows(target):
             coordinate = target.device_mesh.get_coordinate()
             assert coordinate is not None  # checked at set-up
             bounds = row_bounds(target.shape[0], target.device_mesh.size(-1))
-            target.to_local().copy_(self.source.read(name, slice(*bounds[coordinate[-1]])))
+            target.to_local().copy_(self._read(name, slice(*bounds[coordinate[-1]])))
         else:
-            whole = self.source.read(name).to(target.device)
+            whole = self._read(name).to(target.device)
             mesh, placements = target.device_mesh, target.placements
             share = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             target.to_local().copy_(share.to_local())

@@ -212,10 +212,10 @@ def _check_head(text: str) -> None:
     length = len(_HEAD % hashlib.sha256().hexdigest())
     head, rest = text[:length], text[length:]
     if head != _HEAD % hashlib.sha256(rest.encode()).hexdigest():
-        if _is_of_platform(text):
+        if _is_unreleased(text):
             raise _OtherFormatError(
-                "it is of the format in which dmuon_platform keeps its runs, which is another; "
-                "the model.safetensors beside it is a file that can be read by itself"
+                "it is of a format that was never released and is no longer read; the "
+                "model.safetensors beside it is a file that can be read by itself"
             )
         raise ValueError(
             "it does not begin with the SHA-256 of what follows, so it has changed since it was "
@@ -223,7 +223,7 @@ def _check_head(text: str) -> None:
         )
 
 
-def _is_of_platform(text: str) -> bool:
+def _is_unreleased(text: str) -> bool:
     try:
         content = parse(text)
     except ValueError:

@@ -78,7 +78,7 @@ def decode(value: Any) -> Any:
     try:
         (content,) = value.values()
         return _DECODERS[kind](content)
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{value!r:.100} is no value that was written here") from error
 
 

@@ -7,14 +7,12 @@ good, or all learn what kept it from being so.
 """
 
 import hashlib
-import json
 import os
 import threading
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +25,8 @@ from torch import nn
 
 from dmuon import dedication as dedications
 from dmuon.call_order import Call
-from dmuon.checkpoint.assignment import SECTIONS, Assignment, Item, assign
+from dmuon.checkpoint.assignment import Item, assign
+from dmuon.checkpoint.committing import Ready, Work
 from dmuon.checkpoint.content import (
     Content,
     Entry,
@@ -36,26 +35,21 @@ from dmuon.checkpoint.content import (
     ShardedEntry,
     content_of,
 )
-from dmuon.checkpoint.durable_file import write_file
-from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import check_plain
 from dmuon.checkpoint.gathering import collect
+from dmuon.checkpoint.index_file import INDEX_FILE
 from dmuon.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     OptimizerFacts,
-    verify,
-    write_manifest,
 )
-from dmuon.checkpoint.meeting import Meeting, tell_all
-from dmuon.checkpoint.tensor_file import write_tensors
+from dmuon.checkpoint.meeting import tell_all
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
+from dmuon.errors import CheckpointError, SetupError
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import plain_group
 from dmuon.owner_map import cpu_group
 
-INDEX_FILE = "model.safetensors.index.json"
 _TIMEOUT = timedelta(hours=2)  # for the slowest writer; a dead rank is noticed at once
 _PACKAGES = ("dmuon", "torch", "safetensors")
 _last: WeakKeyDictionary[Dedication, "SaveHandle"] = WeakKeyDictionary()
@@ -70,8 +64,9 @@ class SaveHandle:
         path: the folder of the checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, after: "SaveHandle | None" = None) -> None:
         self.path = path
+        self._after = after
         self._is_over = threading.Event()
         self._manifest: Manifest | None = None
         self._error: CheckpointError | None = None
@@ -100,10 +95,11 @@ class SaveHandle:
         self._is_over.wait()
         return None if self._was_raised else self._error
 
-    def _run(self, work: "_Work") -> None:
+    def _run(self, work: Work) -> None:
         try:
-            if work.after is not None:
-                work.after._is_over.wait()
+            if self._after is not None:
+                self._after._is_over.wait()
+                self._after = None
             self._manifest = work.commit()
         except CheckpointError as error:  # kept for `wait`
             self._error = error
@@ -112,7 +108,7 @@ class SaveHandle:
         finally:
             self._is_over.set()
 
-    def _run_beside(self, work: "_Work") -> None:
+    def _run_beside(self, work: Work) -> None:
         self._run(work)
         if self._error is not None:
             warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)
@@ -159,7 +155,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     dedication.settle_for(Call.SAVE_CHECKPOINT)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, _Given(step, extra or {}, files or {}))
-    handle = SaveHandle(folder)
+    handle = SaveHandle(folder, after=None if work.group is None else _busy.get(work.group))
     _last[dedication] = handle
     if work.group is not None:
         _busy[work.group] = handle
@@ -183,9 +179,7 @@ class _Given:
 
 
 @torch.no_grad()
-def _prepare(
-    folder: Path, dedication: Dedication, optimizer: Muon | None, given: _Given
-) -> "_Work":
+def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given: _Given) -> Work:
     """Everything that training has to wait for. Collective over the mesh."""
     previous = _last.pop(dedication, None)
     unheard = None if previous is None else previous._unheard_error()
@@ -197,7 +191,7 @@ def _prepare(
     have_momentum = frozenset(name for _, names in everyones for name in names)
     content = content_of(dedication, optimizer, have_momentum)
     _agree(folder, dedication, content)
-    ready = _Ready()
+    ready = Ready()
     if dedication.owner_map.everyone.rank() == 0:
         ready = _make_ready(folder, dedication, optimizer, content, given)
     if problem := next(filter(None, tell_all(dedication, ready.problem)), None):
@@ -210,8 +204,7 @@ def _prepare(
     collected = collect(dedication, optimizer, content.entries, writer_of)
     group = dedication.owner_map.everyone
     background = cpu_group("checkpoint", group, _TIMEOUT) if group.size() > 1 else None
-    after = None if background is None else _busy.get(background)
-    return _Work(folder, content.entries, assignment, collected, background, ready, after)
+    return Work(folder, content.entries, assignment, collected, background, ready)
 
 
 def _item(entry: Entry, dedication: Dedication) -> Item:
@@ -236,28 +229,11 @@ def _agree(folder: Path, dedication: Dedication, content: Content) -> None:
         )
 
 
-@dataclass
-class _Ready:
-    """What the first rank has done before anything is copied.
-
-    Attributes:
-        head: what the manifest says beside files and tensors.
-        files: those of the caller.
-        was_there: the folder is the caller's own, though empty.
-        problem: what keeps the checkpoint from being written.
-    """
-
-    head: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
-    was_there: bool = False
-    problem: str | None = None
-
-
 def _make_ready(
     folder: Path, dedication: Dedication, optimizer: Muon | None, content: Content, given: _Given
-) -> _Ready:
+) -> Ready:
     """Check what the caller adds, and make the folder; local, on the first rank."""
-    ready = _Ready()
+    ready = Ready()
     try:
         _check_tensors(dedication, content)
         ready.head = _head(dedication, optimizer, content, given)
@@ -316,121 +292,6 @@ def _head(
     )
     copied = Manifest.from_json(head.to_json())  # the caller's values may change while it is saved
     return {**vars(copied), "tied": content.tied}
-
-
-@dataclass
-class _Work:
-    """All that is left to do when the values are in host memory."""
-
-    folder: Path
-    entries: list[Entry]
-    assignment: Assignment
-    collected: dict[str, torch.Tensor]
-    group: dist.ProcessGroup | None
-    ready: _Ready
-    after: SaveHandle | None
-
-    def commit(self) -> Manifest:
-        """Write this rank's files; on the first rank then the manifest. Collective over the group.
-
-        Raises:
-            CheckpointError: on every rank, with what kept any of them from writing.
-        """
-        try:
-            manifest, failures = self._commit(Meeting(self.group))
-        except RuntimeError as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise CheckpointError(
-                self.folder,
-                "another rank is gone, so it is not known to be whole; its manifest, if it has "
-                f"one, tells. The backend says: {first_line}",
-            ) from error
-        finally:
-            self.collected.clear()
-        if manifest is None:
-            raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
-        return manifest
-
-    def _commit(self, meeting: Meeting) -> tuple[Manifest | None, list[str]]:
-        written, failure = self._attempt(self._write_mine, meeting.rank)
-        everyones = meeting.tell_all((written, failure))
-        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
-        manifest: Manifest | None = None
-        if meeting.rank == 0:
-            if not failures:
-                files = {name: facts for part, _ in everyones for name, facts in part.items()}
-                manifest, failure = self._attempt(self._write_manifest, files)
-                failures = [failure] if failure else []
-            if failures:
-                manifest = None
-                self._remove()
-        return meeting.tell_all((manifest, failures))[0]
-
-    def _remove(self) -> None:
-        """Leave nothing of what is no checkpoint; the manifest goes first."""
-        for name in (MANIFEST_FILE, *os.listdir(self.folder)):
-            with suppress(OSError):
-                (self.folder / name).unlink()
-        if not self.ready.was_there:
-            with suppress(OSError):
-                self.folder.rmdir()
-
-    def _attempt(self, do: Any, *args: Any) -> tuple[Any, str | None]:
-        try:
-            return do(*args), None
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            return {}, f"{type(error).__name__}: {error}"
-
-    def _write_mine(self, me: int) -> dict[str, FileFacts]:
-        written: dict[str, FileFacts] = {}
-        facts: dict[str, TensorFacts] = {entry.key: entry.facts for entry in self.entries}
-        for section in SECTIONS:
-            names = self.assignment.names_of(section, me)
-            if not names:
-                continue
-            file = self.assignment.files[section, me]
-            mine = {name: facts[f"{section} {name}"] for name in names}
-
-            def fetch(name: str, section: str = section) -> torch.Tensor:
-                return self.collected.pop(f"{section} {name}")
-
-            written[file] = write_tensors(self.folder / file, mine, fetch)
-        return written
-
-    def _write_manifest(self, files: dict[str, FileFacts]) -> Manifest:
-        tensors: dict[str, dict[str, TensorFacts]] = {}
-        for entry in self.entries:
-            file = self.assignment.file(entry.section, entry.name)
-            tensors.setdefault(file, {})[entry.name] = entry.facts
-        for name, data in self.ready.files.items():
-            files[name] = write_file(self.folder / name, data)
-        if index := self._index():
-            files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index)
-        manifest = Manifest(**self.ready.head | {"files": files, "tensors": tensors})
-        self._check_visible(manifest)
-        write_manifest(self.folder, manifest)
-        return manifest
-
-    def _index(self) -> bytes | None:
-        """What tells ``transformers`` which of several files holds what."""
-        model = [entry for entry in self.entries if entry.section == "model"]
-        weight_map = {entry.name: self.assignment.file("model", entry.name) for entry in model}
-        if len(set(weight_map.values())) < 2:
-            return None
-        total = sum(entry.num_bytes for entry in model)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-    def _check_visible(self, manifest: Manifest) -> None:
-        """A rank with other storage under the same path has written where nobody will look."""
-        try:
-            verify(self.folder, manifest, hashes=False)
-        except DamagedCheckpointError as error:
-            raise CheckpointError(
-                self.folder,
-                f"{error.reason} for the first rank, though a rank has written it; all ranks must "
-                "share the storage",
-            ) from error
 
 
 def _version(package: str) -> str:

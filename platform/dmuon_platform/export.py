@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dmuon
 from dmuon_platform.durable_file import sync, write_whole
-from dmuon_platform.manifest import Manifest
 
 EXPORT_FOLDER = "export"
-MODEL_FILE = "model.safetensors"
+MODEL_FILES = ("model.safetensors", "model-")
+"""How the names of the model's files begin."""
 RECORD_FILE = "dmuon.json"
 """Written last: which checkpoint the folder was made from."""
 
@@ -30,7 +31,7 @@ class Export:
 def export_model(
     run_dir: Path,
     checkpoint: Path,
-    manifest: Manifest,
+    manifest: dmuon.Manifest,
     config: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> Export:
@@ -58,12 +59,13 @@ def export_model(
     fresh = run_dir / f"{EXPORT_FOLDER}.writing"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    shutil.copyfile(checkpoint / MODEL_FILE, fresh / MODEL_FILE)
-    sync(fresh / MODEL_FILE)
+    for name in model_files(manifest):
+        shutil.copyfile(checkpoint / name, fresh / name)
+        sync(fresh / name)
     for name, data in texts.items():
         write_whole(fresh / name, data)
     origin = {"step": manifest.step, "digest": digest, "checkpoint": checkpoint.name}
-    write_whole(fresh / RECORD_FILE, _json({**origin, "versions": manifest.versions}))
+    write_whole(fresh / RECORD_FILE, _json({**origin, "versions": dict(manifest.versions)}))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     sync(run_dir)
@@ -86,8 +88,15 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ids if config.get(key) is not None}
 
 
-def _digest(manifest: Manifest, texts: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256(manifest.files[MODEL_FILE].sha256.encode())
+def model_files(manifest: dmuon.Manifest) -> list[str]:
+    """Weights in one file or in several with an index: what ``transformers`` opens."""
+    return sorted(name for name in manifest.files if name.startswith(MODEL_FILES))
+
+
+def _digest(manifest: dmuon.Manifest, texts: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name in model_files(manifest):
+        digest.update(f"{name} {manifest.files[name].sha256}\n".encode())
     for name in sorted(texts):
         digest.update(f"\n{name} {len(texts[name])}\n".encode() + texts[name])
     return digest.hexdigest()

@@ -88,6 +88,13 @@ class ProgressView:
         for event in events[self._events_seen :]:
             if event["kind"] == "checkpoint_saved":
                 self._checkpoint = event["step"]
+            elif event["kind"] == "checkpoint_failed":
+                self.say(
+                    f"the checkpoint of step {event['step']} could not be saved, the next save "
+                    f"tries again: {event['problem']}"
+                )
+            elif event["kind"] == "checkpoint_damaged":
+                self.say(f"{event['damage']}; it is passed over")
             elif event["kind"] == "restarted":
                 self._restarts += 1
                 self._first = None

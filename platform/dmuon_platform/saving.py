@@ -1,34 +1,55 @@
-"""Checkpoints of a training in motion: collective around the store, which rank 0 alone touches."""
+"""Checkpoints of a training in motion: written by all ranks, committed by rank 0 alone."""
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray.train
-import torch
 from ray.train import Checkpoint as RayCheckpoint
 from ray.train import CheckpointUploadMode
-from torch import Tensor
 
 import dmuon
-from dmuon_platform.errors import Diverged
+from dmuon_platform.errors import Diverged, PlatformError, SpecError
 from dmuon_platform.events import Journal
-from dmuon_platform.manifest import DamagedCheckpoint
 from dmuon_platform.model import hf_config
 from dmuon_platform.place import Place
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.store import CONFIG_FILE, CheckpointStore
+from dmuon_platform.store import CONFIG_FILE, Checkpoint, CheckpointStore
 from dmuon_platform.training import Training
+from dmuon_platform.weights_digest import digest_of_checkpoint
 
 RAY_FOLDER = "ray"
 """Ray's own folder inside a run: its snapshot, and pointers to our checkpoints."""
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is written beside the training and not committed yet."""
+
+    step: int
+    handle: dmuon.SaveHandle
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What rank 0 tells the others of a file operation that may fail and be tried again."""
+
+    path: Path | None = None
+    problem: str | None = None
+
+
 class Saving:
-    """Saves and restores one training, and mirrors every checkpoint to Ray."""
+    """Saves and restores one training, and mirrors every checkpoint to Ray.
+
+    One checkpoint at a time is written beside the training. It counts from the moment it is
+    committed, which all ranks do together in `settle`.
+    """
 
     def __init__(self, spec: JobSpec, place: Place, attempt: int, facts: Mapping[str, Any]) -> None:
         self._spec = spec
@@ -37,44 +58,138 @@ class Saving:
         self._facts = dict(facts)
         self._journal = Journal(spec.run_dir)
         self._store = CheckpointStore(spec.run_dir, self._on_damage)
+        self._pending: _Pending | None = None
+        self._problem: str | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank waits for nothing but `settle`. Local."""
+        return self._pending is not None and self._pending.handle.done
 
     def restore(self, training: Training) -> int:
-        """Load the newest verified checkpoint and return its step, 0 without one. Collective."""
-        state: dict[str, Any] = {"model": {}, "optimizer": {}}
-
-        def read() -> int:
-            newest = self._store.newest_verified()
-            if newest is None:
-                return 0
-            state["model"], state["optimizer"], _ = self._store.load(newest)
-            return newest.step
-
-        step = self._place.from_first("read the newest checkpoint", read)
-        if step:
-            dmuon.set_model_state_dict(training.model, state["model"])
-            dmuon.set_optimizer_state_dict(training.model, training.optimizer, state["optimizer"])
-        return step
-
-    def save(self, training: Training, step: int, metrics: Mapping[str, float]) -> None:
-        """Commit a checkpoint of the state after ``step`` steps. Collective.
+        """Load the newest checkpoint that is whole and return its step, 0 without one. Collective.
 
         Raises:
-            Diverged: A weight is not finite; on rank 0, which is then the cause of the end.
-            PlatformError: Rank 0 could not write it; on all ranks.
+            SpecError: It was made from another dataset, or is of another format; on rank 0.
+            CheckpointError: It does not fit the model; on all ranks.
         """
-        model_sd = _on_first(dmuon.get_model_state_dict, training.model)
-        optim_sd = _on_first(dmuon.get_optimizer_state_dict, training.model, training.optimizer)
+        candidates = self._store.newest_first()  # nothing is read before rank 0 asks for one
+        while True:
+            found: list[Checkpoint] = []  # on rank 0 alone
+            path = self._place.from_first(
+                "find the newest checkpoint", partial(self._next, candidates, found)
+            )
+            if path is None:
+                return 0
+            try:
+                loaded = dmuon.load_checkpoint(path, training.model, training.optimizer)
+            except dmuon.DamagedCheckpointError as damage:  # on all ranks alike
+                for each in found:
+                    self._store.note_damaged(each, damage)
+            else:
+                for each in found:
+                    self._store.note_verified(each)
+                return loaded.step
 
-        def write() -> Path:
-            check_finite(step, model_sd)
-            extra = {"metrics": dict(metrics), "mesh": self._place.sizes, **self._facts}
-            files = {CONFIG_FILE: self._config(training)}
-            saved = self._store.save(step, model_sd, optim_sd, extra, files, attempt=self._attempt)
-            self._store.prune(self._spec.checkpoint.keep_last)
-            return saved.path
+    def save(self, training: Training, step: int, metrics: Mapping[str, float]) -> None:
+        """Copy the state after ``step`` steps and begin to write it. Collective.
 
-        path = self._place.from_first(f"save the checkpoint of step {step}", write)
-        self._mirror(step, path)
+        A failure to write is noted in the journal, and the next save tries again.
+
+        Raises:
+            Diverged: A weight is not finite; on all ranks.
+            StaleAttempt: A newer attempt has taken the run over; on rank 0.
+        """
+        self.settle()
+        check_finite(step, dmuon.nonfinite_weights(training.model))
+        begun = self._place.from_first(
+            f"begin the checkpoint of step {step}", lambda: self._begin(step)
+        )
+        if begun.path is None:
+            self._note_failure(step, begun.problem)
+            return
+        try:
+            handle = dmuon.save_checkpoint(
+                begun.path,
+                training.model,
+                training.optimizer,
+                step=step,
+                extra={"attempt": self._attempt, "metrics": dict(metrics), **self._facts},
+                files={CONFIG_FILE: self._config(training)},
+                async_save=True,
+            )
+        except dmuon.CheckpointError as error:  # on all ranks alike
+            self._note_failure(step, str(error))
+        else:
+            self._pending = _Pending(step, handle)
+
+    def settle(self) -> None:
+        """Wait for what is being written, and commit it. Collective; does nothing without it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        step = pending.step
+        try:
+            pending.handle.wait()
+        except dmuon.CheckpointError as error:  # on all ranks alike
+            self._note_failure(step, str(error))
+            return
+        outcome = self._place.from_first(
+            f"commit the checkpoint of step {step}", lambda: self._commit(step)
+        )
+        if outcome.path is None:
+            self._note_failure(step, outcome.problem)
+            return
+        self._problem = None
+        self._mirror(step, outcome.path)
+
+    def finish(self) -> None:
+        """Commit the last checkpoint. Collective.
+
+        Raises:
+            PlatformError: It could not be written; on all ranks.
+        """
+        self.settle()
+        if self._problem is not None:
+            raise PlatformError(
+                f"{self._problem} The training is done, but its result is not saved. Make room or "
+                "mend the storage, and launch the job again: it goes on from the newest checkpoint."
+            )
+
+    def weights_digest(self) -> str | None:
+        """Return the digest of the newest checkpoint's weights on rank 0, None elsewhere."""
+        newest = self._store.verified
+        return None if newest is None else digest_of_checkpoint(newest)
+
+    def _next(self, candidates: Iterator[Checkpoint], found: list[Checkpoint]) -> Path | None:
+        for each in candidates:
+            check_dataset(each, self._facts.get("dataset_digest"))
+            found.append(each)
+            return each.path
+        return None
+
+    def _begin(self, step: int) -> _Outcome:
+        try:
+            return _Outcome(self._store.begin(step, self._attempt))
+        except OSError as error:
+            return _Outcome(problem=str(error))
+
+    def _commit(self, step: int) -> _Outcome:
+        try:
+            saved = self._store.commit(step, self._attempt)
+        except (OSError, dmuon.CheckpointError) as error:
+            return _Outcome(problem=str(error))
+        self._note("checkpoint_saved", step=step)
+        try:
+            self._store.prune(self._spec.checkpoint)
+        except OSError as error:  # the new one is good, and the old ones are in nobody's way
+            warnings.warn(f"old checkpoints could not be deleted: {error}", stacklevel=2)
+        return _Outcome(saved.path)
+
+    def _note_failure(self, step: int, problem: str | None) -> None:
+        self._problem = f"The checkpoint of step {step} could not be saved: {problem}."
+        if self._place.is_first:
+            self._note("checkpoint_failed", step=step, problem=problem)
 
     def _config(self, training: Training) -> bytes:
         spec = self._spec
@@ -83,52 +198,61 @@ class Saving:
         )
         return json.dumps(config, indent=2).encode()
 
-    def _on_damage(self, damage: DamagedCheckpoint) -> None:
-        self._journal.append("checkpoint_damaged", attempt=self._attempt, damage=str(damage))
+    def _on_damage(self, damage: dmuon.DamagedCheckpointError) -> None:
+        self._note("checkpoint_damaged", damage=str(damage))
+
+    def _note(self, kind: str, **data: Any) -> None:
+        with suppress(OSError):  # the disk may be full for the journal too
+            self._journal.append(kind, attempt=self._attempt, **data)
 
     def _mirror(self, step: int, path: Path) -> None:
         """Tell Ray, with a pointer: Ray may then prune what it knows, and never our files."""
         checkpoint = None
         if self._place.is_first:
             folder = self._spec.run_dir / RAY_FOLDER / f"step-{step:08d}-a{self._attempt}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "pointer.json").write_text(json.dumps({"checkpoint": os.fspath(path)}))
-            checkpoint = RayCheckpoint(os.fspath(folder))
+            with suppress(OSError):  # Ray then knows of one less; we do not ask it
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "pointer.json").write_text(json.dumps({"checkpoint": os.fspath(path)}))
+                checkpoint = RayCheckpoint(os.fspath(folder))
         ray.train.report(
             {"step": step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
         )
 
 
-def _on_first(get: Any, *of: Any) -> dict[str, Any]:
-    return get(*of, cpu_offload=True, rank0_only=True)
-
-
-def check_finite(step: int, model_sd: Mapping[str, Tensor]) -> None:
+def check_finite(step: int, names: Sequence[str]) -> None:
     """Refuse weights that no training can go on from.
 
+    Args:
+        step: Optimizer steps done.
+        names: Of the weights that are not finite.
+
     Raises:
-        Diverged: With the name of the first one.
+        Diverged: With the first of them.
     """
-    for name, tensor in model_sd.items():
-        if not torch.isfinite(tensor).all():
-            raise Diverged(
-                f"After step {step} the weight {name} is no longer finite, so no checkpoint was "
-                "made of it; the newest one is from before. Lower optimizer.lr or "
-                "optimizer.adamw_lr, or lengthen schedule.warmup_steps."
-            )
+    if names:
+        more = f" (nor are {len(names) - 1} others)" if len(names) > 1 else ""
+        raise Diverged(
+            f"After step {step} the weight {names[0]} is no longer finite{more}, so no checkpoint "
+            "was made of it; the newest one is from before. Lower optimizer.lr or "
+            "optimizer.adamw_lr, or lengthen schedule.warmup_steps."
+        )
 
 
-def weights_digest(model_sd: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, shapes, dtypes and bytes of all weights, in order of name."""
-    digest = hashlib.sha256()
-    for name in sorted(model_sd):
-        tensor = model_sd[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def check_dataset(checkpoint: Checkpoint, digest: str | None) -> None:
+    """Refuse to go on with a run on other data than before.
 
+    Args:
+        checkpoint: The one to go on from.
+        digest: Of the dataset now.
 
-def final_weights_digest(training: Training) -> str | None:
-    """Return `weights_digest` on rank 0, None elsewhere. Collective."""
-    model_sd = _on_first(dmuon.get_model_state_dict, training.model)
-    return weights_digest(model_sd) if training.place.is_first else None
+    Raises:
+        SpecError: It was made from another dataset.
+    """
+    before = checkpoint.manifest.extra.get("dataset_digest")
+    if before != digest:
+        raise SpecError(
+            f"{checkpoint.path} was trained on a dataset with the digest {before}, and the dataset "
+            f"now has {digest}: the files of data.source, or how they are read, have changed. Put "
+            "them back to go on with that run, or give this job a name of its own "
+            "(--set name=NAME)."
+        )

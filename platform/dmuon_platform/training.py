@@ -28,6 +28,9 @@ class Training:
     A step is a function of the weights and of (seed, step, place) alone: learning rate, samples
     and random numbers are computed, not carried along, so a resumed run has nothing to restore
     but the weights and the optimizer state.
+
+    Attributes:
+        all_ready: Whether every rank was ``ready`` in the last step; equal on all ranks.
     """
 
     def __init__(
@@ -43,11 +46,16 @@ class Training:
         self.model = model
         self.optimizer = optimizer
         self.dataset = dataset
+        self.all_ready = False
         self.num_micro_steps = spec.accumulation(place.world_size)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
-    def step(self, step: int) -> dict[str, float]:
+    def step(self, step: int, *, ready: bool = False) -> dict[str, float]:
         """Do step number ``step``, counted from 0, and return its metrics. Collective.
+
+        Args:
+            step: Its number.
+            ready: Told to the other ranks with the loss, for `all_ready`.
 
         Raises:
             Diverged: The loss or the gradient is not finite, on all ranks and before any weight
@@ -59,7 +67,7 @@ class Training:
         with clock.span("data"):
             tokens = self._tokens(step)
         with clock.span("forward_backward"):
-            loss = self._forward_backward(tokens)
+            loss = self._forward_backward(tokens, ready)
         with clock.span("optimizer"):
             norm = self._clip()
             self._check_finite(step, loss, norm)
@@ -97,7 +105,7 @@ class Training:
             "evaluation/bits_per_byte": bits_per_byte(mean, self.dataset.info),
         }
 
-    def _forward_backward(self, tokens: list[Tensor]) -> float:
+    def _forward_backward(self, tokens: list[Tensor], ready: bool) -> float:
         """Add up the mean gradient of the global batch; return its mean loss over all ranks."""
         total = 0.0
         for index, tokens_BT in enumerate(tokens):
@@ -106,7 +114,8 @@ class Training:
                 loss = next_token_loss(self.model, tokens_BT)
                 (loss / self.num_micro_steps).backward()
             total += loss.item()
-        (total,) = self._sum_over_ranks(total)
+        total, num_ready = self._sum_over_ranks(total, float(ready))
+        self.all_ready = num_ready == self.place.world_size
         return total / (self.num_micro_steps * self.place.world_size)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:

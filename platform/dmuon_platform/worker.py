@@ -8,9 +8,10 @@ from typing import Any
 
 from dmuon_platform.assembly import assemble
 from dmuon_platform.data import open_dataset
+from dmuon_platform.errors import Diverged
 from dmuon_platform.events import Journal
 from dmuon_platform.place import Place
-from dmuon_platform.saving import Saving, final_weights_digest
+from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.training import Training
@@ -37,7 +38,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     record.started(step, plan)
     while step < spec.num_steps:
-        metrics = training.step(step)
+        metrics = _step(training, saving, step)
         step += 1
         is_last = step == spec.num_steps
         if is_last or _is_due(step, spec.evaluation.every):
@@ -45,15 +46,27 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         record.step(step, metrics)
         if is_last or _is_due(step, spec.checkpoint.every):
             saving.save(training, step, metrics)
-            record.saved(step)
+    saving.finish()
 
     result = {
         "step": step,
-        "weights_sha256": final_weights_digest(training),
         "evaluation": _evaluation(metrics) or _evaluation(training.evaluate()),
+        "weights_sha256": saving.weights_digest(),
     }
     record.finished(result)
     return result
+
+
+def _step(training: Training, saving: Saving, step: int) -> dict[str, float]:
+    """Do one step; commit the checkpoint beside it once every rank has written its part."""
+    try:
+        metrics = training.step(step, ready=saving.is_written)
+    except Diverged:  # on all ranks; what was saved before is good
+        saving.settle()
+        raise
+    if training.all_ready:
+        saving.settle()
+    return metrics
 
 
 def _evaluation(metrics: dict[str, float]) -> dict[str, float]:
@@ -81,9 +94,6 @@ class _Record:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
-
-    def saved(self, step: int) -> None:
-        self._note("checkpoint_saved", step=step)
 
     def finished(self, result: dict[str, Any]) -> None:
         self._note("trained", **result)

@@ -16,6 +16,7 @@ from dmuon_platform.store import CheckpointStore
 from dmuon_platform.tracking import Tracker
 from dmuon_platform.tracking_files import TrackingFiles
 from mlflow_runs import drain_of, job, start_attempt, train
+from unit.stored import MODEL_FILE, OPTIM_FILE, write_parts
 
 pytestmark = pytest.mark.cluster
 
@@ -44,7 +45,10 @@ def finish_training(spec, seed: int = 0):
     tokenizer = load_tokenizer("bytes")
     config = hf_config(spec.model, spec.data.sequence_length, tokenizer.separator_id)
     files = {"config.json": json.dumps(config).encode()}
-    saved = CheckpointStore(spec.run_dir).save(50, model.state_dict(), {}, {}, files)
+    store = CheckpointStore(spec.run_dir)
+    tensors = {MODEL_FILE: dict(model.named_parameters()), OPTIM_FILE: {}}  # tied ones once
+    write_parts(store.begin(50), 50, tensors, texts=files)
+    saved = store.commit(50)
     export_model(spec.run_dir, saved.path, saved.manifest, config, tokenizer_files(tokenizer))
     return model
 
@@ -105,8 +109,8 @@ def test_checkpoints_are_copied_as_far_as_the_job_wants(tmp_path, client_of, wan
     run_id = TrackingFiles(spec.run_dir).delivered().run_id
     folder = "checkpoints/step-00000050"
     files = {Path(each.path).name for each in client_of(spec).list_artifacts(run_id, folder)}
-    expected = {"manifest.json", "location.json", "model.safetensors", "config.json"}
-    assert files == expected | ({"optim.safetensors"} if wanted == "full" else set())
+    expected = {"manifest.json", "location.json", MODEL_FILE, "config.json"}
+    assert files == expected | ({OPTIM_FILE} if wanted == "full" else set())
 
 
 def test_what_the_tracker_refuses_keeps_nothing_else_back(tmp_path, client_of):

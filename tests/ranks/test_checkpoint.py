@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
+import torch.distributed as dist
+from checkpoints import assert_same
 from ranks_runner import run_ranks
 from tiny import build
 from wrapped import make_mesh, prepare, train
@@ -21,62 +22,52 @@ def name_of(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def flat(state: object, path: str = "") -> dict[str, object]:
-    """Everything in a nested dict by its path; groups and counters too."""
-    if isinstance(state, dict):
-        return {k: v for key, item in state.items() for k, v in flat(item, f"{path}/{key}").items()}
-    return {path: state}
+def write(written_on: tuple[int, ...], folder: Path) -> None:
+    """Three steps, a checkpoint, what state dicts say then, and three steps more. Collective."""
+    name = name_of(written_on)
+    model = prepare(make_mesh(*written_on))
+    optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+    train(model, optimizer, range(3))
+    dmuon.save_checkpoint(folder / name, model, optimizer, extra={"where": name})
+    states = (dmuon.get_model_state_dict(model), dmuon.get_optimizer_state_dict(model, optimizer))
+    losses = train(model, optimizer, range(3, 6))
+    after = dmuon.get_model_state_dict(model)
+    if dist.get_rank() == 0:
+        torch.save((states, losses, after), folder / f"{name}.pt")
 
 
-def assert_same(ours: dict[str, object], theirs: dict[str, object]) -> None:
-    ours, theirs = flat(ours), flat(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(ours[name], value), name
-        else:
-            assert ours[name] == value, name
+def read(read_on: tuple[int, ...], written_on: tuple[int, ...], folder: Path) -> None:
+    """Load, compare, save again and load that, and go on. Collective."""
+    name = name_of(written_on)
+    (model_state, optimizer_state), losses, after = torch.load(folder / f"{name}.pt")
+    mesh = make_mesh(*read_on)
+    source = folder / name
+    for again in (False, True):
+        model = prepare(mesh, seed=1)
+        optimizer = dmuon.Muon(model, lr=0.5, ns_dtype=torch.float32)
+        loaded = dmuon.load_checkpoint(source, model, optimizer)
+        assert (loaded.step, loaded.extra) == (3, {} if again else {"where": name})
+        assert_same(dmuon.get_model_state_dict(model), model_state)
+        assert_same(dmuon.get_optimizer_state_dict(model, optimizer), optimizer_state)
+        if not again:
+            source = folder / f"{name} on {name_of(read_on)}"
+            dmuon.save_checkpoint(source, model, optimizer)
+    gone_on = train(model, optimizer, range(3, 6))
+    torch.testing.assert_close(torch.tensor(gone_on), torch.tensor(losses), rtol=0, atol=1e-4)
+    if read_on == written_on:
+        assert gone_on == losses
+        assert_same(dmuon.get_model_state_dict(model), after)
 
 
-@pytest.mark.parametrize("written_on", MESHES, ids=name_of)
 def test_any_mesh_loads_what_any_mesh_wrote_and_goes_on_as_if_nothing_had_happened(
-    written_on: tuple[int, ...], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    def write(rank: int) -> None:
-        model = prepare(make_mesh(*written_on))
-        optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
-        train(model, optimizer, range(3))
-        dmuon.save_checkpoint(
-            tmp_path / "first", model, optimizer, extra={"where": name_of(written_on)}
-        )
-        states = (
-            dmuon.get_model_state_dict(model),
-            dmuon.get_optimizer_state_dict(model, optimizer),
-        )
-        losses = train(model, optimizer, range(3, 6))
-        after = dmuon.get_model_state_dict(model)
-        if rank == 0:
-            torch.save((states, losses, after), tmp_path / "expected.pt")
-
-    run_ranks(size_of(written_on), write)
-    (model_state, optimizer_state), losses, after = torch.load(tmp_path / "expected.pt")
-    for read_on in MESHES:
-
-        def read(rank: int, read_on: tuple[int, ...] = read_on) -> None:
-            model = prepare(make_mesh(*read_on), seed=1)
-            optimizer = dmuon.Muon(model, lr=0.5, ns_dtype=torch.float32)
-            loaded = dmuon.load_checkpoint(tmp_path / "first", model, optimizer)
-            assert (loaded.step, loaded.extra) == (3, {"where": name_of(written_on)})
-            assert_same(dmuon.get_model_state_dict(model), model_state)
-            assert_same(dmuon.get_optimizer_state_dict(model, optimizer), optimizer_state)
-            dmuon.save_checkpoint(tmp_path / name_of(read_on), model, optimizer)
-            again = train(model, optimizer, range(3, 6))
-            if read_on == written_on:
-                assert again == losses
-                assert_same(dmuon.get_model_state_dict(model), after)
-            torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=0, atol=1e-4)
-
-        run_ranks(size_of(read_on), read)
+    for size in (1, 2, 3, 4):
+        meshes = [shape for shape in MESHES if size_of(shape) == size]
+        run_ranks(size, lambda rank, meshes=meshes: [write(each, tmp_path) for each in meshes])
+    for size in (1, 2, 3, 4):
+        pairs = [(on, of) for on in MESHES if size_of(on) == size for of in MESHES]
+        run_ranks(size, lambda rank, pairs=pairs: [read(*each, tmp_path) for each in pairs])
 
 
 def test_the_weights_load_strictly_into_the_plain_model(tmp_path: Path) -> None:

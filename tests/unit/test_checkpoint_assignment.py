@@ -70,6 +70,11 @@ def test_what_has_no_owner_goes_where_the_fewest_bytes_are(problem):
         assert load <= max(fixed[writer], mean + max(free, default=0) * (1 - 1 / num_writers))
 
 
+def test_the_largest_go_first_so_that_small_ones_fill_up():
+    items = [Item(f"{number}", "optim", size) for number, size in enumerate([1, 1, 2, 3, 1])]
+    assert assign(items, 2).num_bytes == (4, 4)
+
+
 def decoder(num_layers: int, width: int, vocab: int, num_writers: int, owned: bool) -> list[Item]:
     """Weights, momenta and moments of a decoder; matrices owned in turn."""
     shapes = {"q": (width, width), "k": (width // 4, width), "v": (width // 4, width)}

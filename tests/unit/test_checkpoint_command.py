@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from dmuon_platform import cli
-from dmuon_platform.store import CheckpointStore
 from saved import cut, flip, hand_made, write_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -162,19 +161,6 @@ def test_wrong_arguments_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]
             cli.main(["checkpoint", *arguments])
         assert caught.value.code == 2
         assert "usage: dmuon checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("action", ["show", "verify", "export"])
-def test_a_checkpoint_of_a_run_of_the_platform_is_named_as_such(
-    action: str, tmp_path: Path, command: Command
-) -> None:
-    old = CheckpointStore(tmp_path).save(3, {"w": torch.zeros(2)}, {}, {}, {}).path
-    target = [tmp_path / "out"] if action == "export" else []
-    assert command(action, old, *target) == 2
-    assert "the format in which dmuon_platform keeps its runs" in command.err
-    assert command("list", old.parent) == 0
-    assert "dmuon_platform" in command.out
-    assert command("diff", old / "model.safetensors", old / "model.safetensors") == 0
 
 
 def test_the_command_line_can_be_read_without_torch() -> None:

@@ -225,6 +225,10 @@ LIES = {
         lambda c: c["extra"].update(x={"$scalar": [[[1] * 9], {"$dtype": "int8"}]}),
         "no value",
     ),
+    "a scalar of a type too small for it": (
+        lambda c: c["extra"].update(x={"$scalar": [300, {"$dtype": "int8"}]}),
+        "no value",
+    ),
     "a scalar that overflows": (
         lambda c: c["extra"].update(x={"$scalar": [2**80, {"$dtype": "int8"}]}),
         "no value",
@@ -294,7 +298,7 @@ def test_whatever_is_said_is_taken_or_refused_and_nothing_else(data):
         Manifest.from_json(text)
 
 
-@pytest.mark.parametrize("depth", [100, 400, 1000, 3000, 30_000])
+@pytest.mark.parametrize("depth", [100, 400, 600, 800, 1000, 30_000])
 def test_data_nested_deeply_is_taken_or_refused(tmp_path, depth):
     write_checkpoint(tmp_path / "c")
     path = tmp_path / "c" / MANIFEST_FILE

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import json
+import os
+import stat
 import subprocess
 import sys
 from itertools import product
@@ -142,6 +144,19 @@ def test_the_hash_is_that_of_the_file(path):
     facts = write(path, {"a": values(torch.float32, (100, 100)), "b": values(torch.bool, (7,))})
     data = path.read_bytes()
     assert (facts.size, facts.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_values_are_on_the_disk_before_the_name_is_and_that_before_it_returns(path, monkeypatch):
+    synced: list[tuple[bool, bool]] = []
+    fsync = os.fsync
+
+    def noting_fsync(handle: int) -> None:
+        fsync(handle)
+        synced.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    write(path, {"x": torch.ones(3)})
+    assert synced == [(False, False), (True, True)]
 
 
 def test_a_file_may_be_without_tensors(path):

@@ -36,8 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/launch.py": OURS | {"rich"},
     "platform/dmuon_platform/model/huggingface.py": OURS | {"torch", "transformers"},
     "platform/dmuon_platform/progress.py": OURS | {"rich"},
-    "platform/dmuon_platform/store.py": OURS | {"torch", "safetensors"},
     "platform/dmuon_platform/system_sampler.py": OURS | {"psutil"},
+    "platform/dmuon_platform/weights_digest.py": OURS | {"torch", "safetensors"},
 }
 FILES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
 

@@ -117,7 +117,7 @@ def test_what_may_change_when_a_run_goes_on() -> None:
                 "reshard_after_forward": False,
             },
             evaluation__every=None,
-            checkpoint__every=5,
+            checkpoint={"every": 5, "keep_last": 1, "keep_every": 10},
             tracking__log_every=2,
             faults__max_failures=0,
             resources__workers=4,
@@ -127,6 +127,13 @@ def test_what_may_change_when_a_run_goes_on() -> None:
         )
     )
     assert later.differences_that_forbid_resume(earlier) == []
+
+
+def test_the_best_checkpoints_can_be_told_when_each_has_an_evaluation() -> None:
+    rule = {"every": 100, "keep_every": 300, "keep_best": 2}
+    for between in (25, 50, 100):
+        spec = job_of(small(checkpoint=rule, evaluation__every=between))
+        assert (spec.checkpoint.keep_every, spec.checkpoint.keep_best) == (300, 2)
 
 
 def test_what_makes_another_run_is_shown_old_and_new() -> None:

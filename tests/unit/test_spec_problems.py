@@ -78,6 +78,22 @@ def test_a_wrong_type_is_said_in_plain_words(changes: dict[str, Any], words: str
         ({"name": "a b"}, "name: must be letters, digits, '.', '_' and '-'"),
         ({"name": "../up"}, "name: must be letters"),
         ({"name": "data"}, "name: must not be one of data,"),
+        (
+            {"checkpoint": {"every": 100, "keep_every": 250}},
+            "checkpoint.keep_every: 250 is not a multiple of checkpoint.every = 100, so some of "
+            "these steps have no checkpoint; write keep_every = 300",
+        ),
+        (
+            {"checkpoint": {"every": 100, "keep_best": 1}, "evaluation__every": 200},
+            "every 100 steps, and they are 200 steps apart; write evaluation.every = 100",
+        ),
+        (
+            {"checkpoint": {"every": 100, "keep_best": 1}, "evaluation__every": None},
+            "checkpoint.keep_best: the best are told by an evaluation at each checkpoint, every "
+            "100 steps, and there is none; write evaluation.every = 100",
+        ),
+        ({"checkpoint__keep_best": -1}, "checkpoint.keep_best: must be at least 0"),
+        ({"checkpoint__keep_every": 0}, "checkpoint.keep_every: must be above 0"),
         ({"data__validation_fraction": 1.0}, "data.validation_fraction: must be below 1"),
         ({"data__source": []}, "data.source: must have at least 1 item"),
         ({"resources__gpus_per_worker": 2}, "resources.gpus_per_worker: must be at most 1"),

@@ -84,6 +84,7 @@ class JobSpec(Section):
         sections = [value for _, value in self if isinstance(value, Section)]
         within = [problem for section in sections for problem in section.problems()]
         yield from within
+        yield from self._problems_with_best()
         if any(problem.key.startswith(("resources.", "mesh.", "train.")) for problem in within):
             return
         yield from self._problems_with_workers()
@@ -95,6 +96,18 @@ class JobSpec(Section):
                 f"{self.model.vocab_size} is too few for byte tokens",
                 f"write vocab_size = {BYTE_VOCABULARY} or more",
                 reads=("data.tokenizer", "model.path"),
+            )
+
+    def _problems_with_best(self) -> Iterator[Problem]:
+        between, every = self.evaluation.every, self.checkpoint.every
+        if self.checkpoint.keep_best and (between is None or every % between):
+            found = "there is none" if between is None else f"they are {between} steps apart"
+            yield Problem(
+                "checkpoint.keep_best",
+                f"the best are told by an evaluation at each checkpoint, every {every} steps, and "
+                f"{found}",
+                f"write evaluation.every = {every}, say",
+                reads=("checkpoint.every", "evaluation.every"),
             )
 
     def _problems_with_workers(self) -> Iterator[Problem]:

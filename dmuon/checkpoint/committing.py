@@ -1,0 +1,164 @@
+"""Committing a checkpoint: files are written by all ranks, then the manifest by the first.
+
+It may go on beside training: nothing here looks at the model.
+"""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dmuon.checkpoint.assignment import SECTIONS, Assignment
+from dmuon.checkpoint.content import Entry
+from dmuon.checkpoint.durable_file import write_file
+from dmuon.checkpoint.facts import FileFacts, TensorFacts
+from dmuon.checkpoint.index_file import INDEX_FILE
+from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, verify, write_manifest
+from dmuon.checkpoint.meeting import Meeting
+from dmuon.checkpoint.tensor_file import write_tensors
+from dmuon.errors import CheckpointError, DamagedCheckpointError
+
+
+@dataclass
+class Ready:
+    """What the first rank has done before anything is copied.
+
+    Attributes:
+        head: what the manifest says beside files and tensors.
+        files: those of the caller.
+        was_there: the folder is the caller's own, though empty.
+        problem: what keeps the checkpoint from being written.
+    """
+
+    head: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    was_there: bool = False
+    problem: str | None = None
+
+
+@dataclass
+class Work:
+    """All that is left to do when the values are in host memory.
+
+    Attributes:
+        folder: of the checkpoint; it is there.
+        entries: of the whole checkpoint, equal on all ranks.
+        assignment: who writes what.
+        collected: what this rank writes, by key; gone when this is done.
+        group: where the ranks meet; None for one rank alone.
+        ready: what the first rank brings.
+    """
+
+    folder: Path
+    entries: list[Entry]
+    assignment: Assignment
+    collected: dict[str, torch.Tensor]
+    group: dist.ProcessGroup | None
+    ready: Ready
+
+    def commit(self) -> Manifest:
+        """Write this rank's files; on the first rank then the manifest. Collective over the group.
+
+        Raises:
+            CheckpointError: on every rank, with what kept any of them from writing.
+        """
+        try:
+            manifest, failures = self._commit(Meeting(self.group))
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                self.folder,
+                "another rank is gone, so it is not known to be whole; its manifest, if it has "
+                f"one, tells. The backend says: {first_line}",
+            ) from error
+        finally:
+            self.collected.clear()
+        if manifest is None:
+            raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
+        return manifest
+
+    def _commit(self, meeting: Meeting) -> tuple[Manifest | None, list[str]]:
+        written, failure = self._attempt(self._write_mine, meeting.rank)
+        everyones = meeting.tell_all((written, failure))
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
+        manifest: Manifest | None = None
+        if meeting.rank == 0:
+            if not failures:
+                files = {name: facts for part, _ in everyones for name, facts in part.items()}
+                manifest, failure = self._attempt(self._write_manifest, files)
+                failures = [failure] if failure else []
+            if failures:
+                manifest = None
+                self._remove()
+        return meeting.tell_all((manifest, failures))[0]
+
+    def _remove(self) -> None:
+        """Leave nothing of what is no checkpoint; the manifest goes first."""
+        for name in (MANIFEST_FILE, *os.listdir(self.folder)):
+            with suppress(OSError):
+                (self.folder / name).unlink()
+        if not self.ready.was_there:
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def _attempt(self, do: Any, *args: Any) -> tuple[Any, str | None]:
+        try:
+            return do(*args), None
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return {}, f"{type(error).__name__}: {error}"
+
+    def _write_mine(self, me: int) -> dict[str, FileFacts]:
+        written: dict[str, FileFacts] = {}
+        facts: dict[str, TensorFacts] = {entry.key: entry.facts for entry in self.entries}
+        for section in SECTIONS:
+            names = self.assignment.names_of(section, me)
+            if not names:
+                continue
+            file = self.assignment.files[section, me]
+            mine = {name: facts[f"{section} {name}"] for name in names}
+
+            def fetch(name: str, section: str = section) -> torch.Tensor:
+                return self.collected.pop(f"{section} {name}")
+
+            written[file] = write_tensors(self.folder / file, mine, fetch)
+        return written
+
+    def _write_manifest(self, files: dict[str, FileFacts]) -> Manifest:
+        tensors: dict[str, dict[str, TensorFacts]] = {}
+        for entry in self.entries:
+            file = self.assignment.file(entry.section, entry.name)
+            tensors.setdefault(file, {})[entry.name] = entry.facts
+        for name, data in self.ready.files.items():
+            files[name] = write_file(self.folder / name, data)
+        if index := self._index():
+            files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index)
+        manifest = Manifest(**self.ready.head | {"files": files, "tensors": tensors})
+        self._check_visible(manifest)
+        write_manifest(self.folder, manifest)
+        return manifest
+
+    def _index(self) -> bytes | None:
+        """What tells ``transformers`` which of several files holds what."""
+        model = [entry for entry in self.entries if entry.section == "model"]
+        weight_map = {entry.name: self.assignment.file("model", entry.name) for entry in model}
+        if len(set(weight_map.values())) < 2:
+            return None
+        total = sum(entry.num_bytes for entry in model)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+    def _check_visible(self, manifest: Manifest) -> None:
+        """A rank with other storage under the same path has written where nobody will look."""
+        try:
+            verify(self.folder, manifest, hashes=False)
+        except DamagedCheckpointError as error:
+            raise CheckpointError(
+                self.folder,
+                f"{error.reason} for the first rank, though a rank has written it; all ranks must "
+                "share the storage",
+            ) from error

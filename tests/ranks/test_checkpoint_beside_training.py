@@ -1,0 +1,165 @@
+"""Saves that go on beside training: the values of the call, one after another, errors on all."""
+
+import multiprocessing as mp
+import resource
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import assert_same, states, writing_held
+from ranks_runner import run_ranks
+from torch import nn
+from wrapped import backward, make_mesh, prepare, train
+
+import dmuon
+from dmuon.checkpoint.loading import load_checkpoint
+from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from dmuon.checkpoint.saving import save_checkpoint
+
+
+@contextmanager
+def no_large_files() -> Iterator[None]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def prepared(*mesh: int, seed: int = 0) -> tuple[nn.Module, dmuon.Muon]:
+    model = prepare(make_mesh(*mesh), seed=seed)
+    return model, dmuon.Muon(model, ns_dtype=torch.float32)
+
+
+def test_the_values_are_those_of_the_call_whatever_changes_before_they_are_written(
+    tmp_path: Path,
+) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2, 2)
+        train(model, optimizer, range(2))
+        backward(model, 2)
+        optimizer.step()  # what it publishes is under way
+        extra = {"seen": [1, 2]}
+        files = {"config.json": b"{}"}
+        with writing_held() as may_write:
+            handle = save_checkpoint(
+                tmp_path / "new", model, optimizer, extra=extra, files=files, async_save=True
+            )
+            expected = states(model, optimizer)
+            optimizer.zero_grad()
+            extra["seen"].append(3)
+            files["other.json"] = b"{}"
+            train(model, optimizer, range(3, 5))
+            optimizer.param_groups[0]["lr"] = 0.5
+            assert not handle.done
+            may_write.set()
+            manifest = handle.wait()
+        assert handle.done
+        assert manifest.step == 3
+        other, its_optimizer = prepared(2, 2, seed=1)
+        loaded = load_checkpoint(tmp_path / "new", other, its_optimizer)
+        assert loaded.extra == {"seen": [1, 2]}
+        assert not (tmp_path / "new" / "other.json").exists()
+        assert_same(states(other, its_optimizer), expected)
+
+    run_ranks(4, body)
+
+
+def test_the_next_save_waits_for_the_last(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        with writing_held() as may_write:
+            first = save_checkpoint(tmp_path / "first", model, optimizer, async_save=True)
+            threading.Timer(0.3, may_write.set).start()
+            second = save_checkpoint(tmp_path / "second", model, optimizer, async_save=True)
+            assert first.done
+        second.wait()
+        assert (tmp_path / "first" / MANIFEST_FILE).exists()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint was made")
+@pytest.mark.parametrize("waits", [(), (0,), (0, 1)], ids=["none", "one", "all"])
+def test_an_error_in_the_background_is_raised_on_all_ranks_and_saving_works_again(
+    waits: tuple[int, ...], tmp_path: Path
+) -> None:
+    """By ``wait`` where it is called, and by the next save unless all ranks have been told."""
+    match = "rank 1: .*File too large"
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        save_checkpoint(tmp_path / "older", model, optimizer)
+        with no_large_files() if rank == 1 else writing_held() as event:
+            if event is not None:
+                event.set()
+            handle = save_checkpoint(tmp_path / "bad", model, optimizer, async_save=True)
+            handle._is_over.wait()
+        if rank in waits:
+            with pytest.raises(dmuon.CheckpointError, match=match):
+                handle.wait()
+        if len(waits) < 2:
+            with pytest.raises(dmuon.CheckpointError, match=match):
+                save_checkpoint(tmp_path / "next", model, optimizer)
+        assert [each.name for each in tmp_path.iterdir()] == ["older"]
+        dist.barrier()
+        save_checkpoint(tmp_path / "next", model, optimizer)
+        load_checkpoint(tmp_path / "next", model, optimizer)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("second_beside", [True, False], ids=["both async", "second sync"])
+def test_two_models_save_at_once(second_beside: bool, tmp_path: Path) -> None:
+    """Though a rank is late with the first one, the answers of the two are not mixed up."""
+
+    def body(rank: int) -> None:
+        pairs = [prepared(2, seed=0), prepared(2, seed=1)]
+        train(*pairs[1], range(1))
+        with writing_held() as may_write:
+            if rank == 1:
+                may_write.set()
+            first = save_checkpoint(tmp_path / "0", *pairs[0], async_save=True)
+            if rank == 0:
+                threading.Timer(0.3, may_write.set).start()
+            second = save_checkpoint(tmp_path / "1", *pairs[1], async_save=second_beside)
+            assert (first.wait().step, second.wait().step) == (0, 1)
+        for number, pair in enumerate(pairs):
+            expected = states(*pair)
+            load_checkpoint(tmp_path / str(number), *pair)
+            assert_same(states(*pair), expected)
+
+    run_ranks(2, body)
+
+
+def _ending_rank(rank: int, store: str, folder: Path, destroys: bool) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+    model, optimizer = prepared(2)
+    with writing_held() as may_write:
+        save_checkpoint(folder / "new", model, optimizer, async_save=True)
+        if destroys:
+            dist.barrier()
+            dist.destroy_process_group()
+        may_write.set()
+
+
+@pytest.mark.parametrize("destroys", [True, False], ids=["groups destroyed", "groups left"])
+def test_a_script_that_ends_without_waiting_still_commits(destroys: bool, tmp_path: Path) -> None:
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as scratch:
+        args = (f"{scratch}/store", tmp_path, destroys)
+        ranks = [context.Process(target=_ending_rank, args=(rank, *args)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0
+    assert read_manifest(tmp_path / "new").step == 0
