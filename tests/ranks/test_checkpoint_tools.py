@@ -146,16 +146,17 @@ TOOLS = [
 def test_a_folder_of_the_unreleased_format_is_named_as_such(
     tool: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    old = tmp_path / "step-00000003"
-    old.mkdir()
-    content = {"step": 3, "attempt": 1, "files": {}, "tensors": {}, "format_version": 1}
-    (old / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(dmuon.CheckpointError, match="format that was never released"):
+    old = tmp_path / "checkpoints" / "step-00000003"
+    old.mkdir(parents=True)
+    facts = {"step": 3, "attempt": 0, "files": {}, "tensors": {}, "format_version": 1}
+    (old / manifests.MANIFEST_FILE).write_text(json.dumps(facts, indent=1))
+    with pytest.raises(dmuon.CheckpointError, match="a format that was never released") as caught:
         tool(old)
-    (passed_over,) = dmuon.list_checkpoints(tmp_path).passed_over
+    assert not isinstance(caught.value, dmuon.DamagedCheckpointError)
+    (passed_over,) = dmuon.list_checkpoints(old.parent).passed_over
     assert "never released" in passed_over.reason
     assert not passed_over.is_damaged
-    assert not (tmp_path / "out").exists()
+    assert not (old.parent / "out").exists()
 
 
 @pytest.mark.parametrize("tool", [*TOOLS, dmuon.list_checkpoints])
