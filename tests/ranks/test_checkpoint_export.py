@@ -105,6 +105,8 @@ def test_nothing_is_overwritten_and_nothing_damaged_is_exported(run: Path, tmp_p
         with pytest.raises(dmuon.CheckpointError, match="nothing is overwritten"):
             dmuon.export_weights(run / "step-1", tmp_path / target)
     flip(run / "step-1" / "model-00002-of-00002.safetensors")
+    with pytest.raises(dmuon.CheckpointError, match="nothing is overwritten"):
+        dmuon.export_weights(run / "step-1", tmp_path / "full")  # before anything is read
     for target in ("new", "new.pt", "new.safetensors"):
         with pytest.raises(dmuon.DamagedCheckpointError, match="model-00002"):
             dmuon.export_weights(run / "step-1", tmp_path / target)

@@ -1,5 +1,6 @@
 """Tools over folders of checkpoints: what they list, describe and verify."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -142,19 +143,18 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_folder_of_the_platforms_own_format_is_named_as_such(
+def test_a_folder_of_the_unreleased_format_is_named_as_such(
     tool: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    from dmuon_platform.store import CheckpointStore
-
-    store = CheckpointStore(tmp_path)
-    old = store.save(3, {"w": torch.zeros(2)}, {}, {}, {}).path
-    with pytest.raises(
-        dmuon.CheckpointError, match="format in which dmuon_platform keeps its runs"
-    ):
+    old = tmp_path / "checkpoints" / "step-00000003"
+    old.mkdir(parents=True)
+    facts = {"step": 3, "attempt": 0, "files": {}, "tensors": {}, "format_version": 1}
+    (old / manifests.MANIFEST_FILE).write_text(json.dumps(facts, indent=1))
+    with pytest.raises(dmuon.CheckpointError, match="a format that was never released") as caught:
         tool(old)
+    assert not isinstance(caught.value, dmuon.DamagedCheckpointError)
     (passed_over,) = dmuon.list_checkpoints(old.parent).passed_over
-    assert "dmuon_platform" in passed_over.reason
+    assert "never released" in passed_over.reason
     assert not passed_over.is_damaged
     assert not (old.parent / "out").exists()
 
