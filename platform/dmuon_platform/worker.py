@@ -38,7 +38,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     record.started(step, plan)
     while step < spec.num_steps:
-        metrics = _step(training, saving, step)
+        metrics = next_step(training, saving, step)
         step += 1
         is_last = step == spec.num_steps
         if is_last or _is_due(step, spec.evaluation.every):
@@ -57,8 +57,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _step(training: Training, saving: Saving, step: int) -> dict[str, float]:
-    """Do one step; commit the checkpoint beside it once every rank has written its part."""
+def next_step(training: Training, saving: Saving, step: int) -> dict[str, float]:
+    """Do one step; commit the checkpoint beside it once every rank has written it. Collective."""
     try:
         metrics = training.step(step, ready=saving.is_written)
     except Diverged:  # on all ranks; what was saved before is good

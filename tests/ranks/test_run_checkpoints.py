@@ -17,6 +17,7 @@ from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.training import Training
+from dmuon_platform.worker import next_step
 from ranks_runner import run_ranks
 from small_job import small
 from unit.data_builders import build
@@ -257,6 +258,22 @@ def test_weights_that_are_not_finite_on_one_rank_are_named_on_all_and_never_save
     spec.run_dir.mkdir()
     run_ranks(2, body)
     assert steps_of(spec) == []
+
+
+def test_what_was_saved_before_a_run_diverged_is_committed(spec) -> None:
+    def body(rank: int) -> None:
+        place, training = prepare(spec)
+        saving = saving_of(spec, place)
+        saving.save(training, 1, {})
+        weights = dmuon.get_model_state_dict(training.model)
+        weights["model.norm.weight"].fill_(float("nan"))
+        dmuon.set_model_state_dict(training.model, weights)
+        with pytest.raises(Diverged):
+            next_step(training, saving, 1)
+
+    spec.run_dir.mkdir()
+    run_ranks(2, body)
+    assert steps_of(spec) == [1]
 
 
 def test_a_run_is_not_gone_on_with_from_another_dataset(spec) -> None:
