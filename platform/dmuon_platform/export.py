@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dmuon
 from dmuon_platform.durable_file import sync, write_whole
+
+if TYPE_CHECKING:
+    import dmuon  # brings torch, which the drain, that imports this, has no use for
 
 EXPORT_FOLDER = "export"
 MODEL_FILES = ("model.safetensors", "model-")
@@ -31,7 +33,7 @@ class Export:
 def export_model(
     run_dir: Path,
     checkpoint: Path,
-    manifest: dmuon.Manifest,
+    manifest: "dmuon.Manifest",
     config: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> Export:
@@ -88,12 +90,12 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ids if config.get(key) is not None}
 
 
-def model_files(manifest: dmuon.Manifest) -> list[str]:
+def model_files(manifest: "dmuon.Manifest") -> list[str]:
     """Weights in one file or in several with an index: what ``transformers`` opens."""
     return sorted(name for name in manifest.files if name.startswith(MODEL_FILES))
 
 
-def _digest(manifest: dmuon.Manifest, texts: Mapping[str, bytes]) -> str:
+def _digest(manifest: "dmuon.Manifest", texts: Mapping[str, bytes]) -> str:
     digest = hashlib.sha256()
     for name in model_files(manifest):
         digest.update(f"{name} {manifest.files[name].sha256}\n".encode())
