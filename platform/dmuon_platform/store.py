@@ -25,8 +25,6 @@ CONFIG_FILE = "config.json"
 
 _FOLDER = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-\d+\.writing-a(\d+)")
-_FIRST_FORMAT = "optim.safetensors"
-"""A file of the platform's own format before it had the library's."""
 
 
 @dataclass(frozen=True)
@@ -223,20 +221,14 @@ class CheckpointStore:
 
 
 def _manifest_of(folder: Path) -> dmuon.Manifest:
-    if (folder / _FIRST_FORMAT).exists():
-        raise SpecError(
-            f"{folder} was written by an early version of dmuon in a format of its own "
-            f"({_FIRST_FORMAT}), which is no longer read, so this run cannot be gone on with. Give "
-            "the job a name of its own (--set name=NAME), or delete the run's folder."
-        )
     try:
         return dmuon.read_manifest(folder)
     except dmuon.DamagedCheckpointError:
         raise
     except dmuon.CheckpointError as error:  # to pass it over would be to lose its steps
         raise SpecError(
-            f"{error}. Go on with this run by that version, or give the job a name of its own "
-            "(--set name=NAME)."
+            f"{error}. This run cannot be gone on with by this version of dmuon; give the job a "
+            "name of its own (--set name=NAME)."
         ) from error
 
 

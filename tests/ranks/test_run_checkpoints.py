@@ -23,6 +23,7 @@ from unit.data_builders import build
 
 import dmuon
 
+WRITER = "dmuon.checkpoint.committing.write_tensors"
 FACTS = {"dataset_digest": "a" * 64}
 
 
@@ -84,7 +85,7 @@ def train_and_save(spec: JobSpec, saving: Saving, training: Training, steps: ran
 def test_a_checkpoint_is_committed_beside_the_training_once_all_ranks_have_written(spec) -> None:
     def body(rank: int) -> None:
         place, training = prepare(spec)
-        saving = saving_of(spec, place, CheckpointStore(spec.run_dir).acquire_attempt())
+        saving = saving_of(spec, place)
         train_and_save(spec, saving, training, range(1))
         assert saving._pending is not None
         saving._pending.handle.wait()
@@ -97,7 +98,7 @@ def test_a_checkpoint_is_committed_beside_the_training_once_all_ranks_have_writt
         assert not training.all_ready
         saving.finish()
 
-    Path(spec.run_dir).mkdir()
+    spec.run_dir.mkdir()
     run_ranks(2, body)
     assert steps_of(spec) == [1]
     (checkpoint,) = CheckpointStore(spec.run_dir).list()
@@ -178,19 +179,18 @@ def test_a_failed_save_is_noted_and_the_next_one_works_and_a_failed_last_one_is_
 
 
 @pytest.mark.filterwarnings("ignore:no checkpoint was made")
-def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec) -> None:
+def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec, monkeypatch) -> None:
     def body(rank: int) -> None:
         place, training = prepare(spec)
         saving = saving_of(spec, place)
         metrics = training.step(0)
         if rank == 1:
             full = OSError(28, "No space left on device")
-            patched = pytest.MonkeyPatch()
-            patched.setattr("dmuon.checkpoint.committing.write_tensors", _raise(full))
+            monkeypatch.setattr(WRITER, _raise(full))
         saving.save(training, 1, metrics)
         saving.settle()
         if rank == 1:
-            patched.undo()
+            monkeypatch.undo()
         metrics = training.step(1)
         saving.save(training, 2, metrics)
         saving.finish()
@@ -205,27 +205,25 @@ def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec) -> Non
 
 @pytest.mark.filterwarnings("ignore:no checkpoint was made")
 def test_a_worker_killed_while_it_writes_leaves_the_older_checkpoint_and_a_named_folder(
-    spec,
+    spec, monkeypatch
 ) -> None:
     def body(rank: int) -> None:
         place, training = prepare(spec)
-        saving = saving_of(spec, place, CheckpointStore(spec.run_dir)._lease.newest())
+        saving = saving_of(spec, place, attempt=1)
         saving.save(training, 1, {})
         saving.settle()
         if rank == 1:
-            from dmuon.checkpoint import saving as library
-
-            library.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            monkeypatch.setattr(WRITER, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         saving.save(training, 2, {})
         saving.settle()
         saving.save(training, 3, {})
 
     store = CheckpointStore(spec.run_dir)
-    first = store.acquire_attempt()
+    assert store.acquire_attempt() == 1
     with pytest.raises(AssertionError, match="rank 1"):
         run_ranks(2, body)
     store.acquire_attempt()
-    with pytest.warns(UserWarning, match=rf"step-00000002\.writing-a{first}"):
+    with pytest.warns(UserWarning, match=r"step-00000002\.writing-a1"):
         newest = CheckpointStore(spec.run_dir).newest_verified()
     assert newest is not None
     assert newest.step == 1

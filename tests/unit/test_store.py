@@ -71,7 +71,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, d
 
 
 FORMATS = {
-    "its own of before": lambda path: (path / "optim.safetensors").touch(),
+    "the platform's of before": lambda path: (path / "manifest.json").write_text(
+        '{"step": 20, "attempt": 1, "files": {}, "tensors": {}, "format_version": 1}'
+    ),
     "a newer one": lambda path: rewrite_manifest(path, lambda m: m.update(format_version=9)),
 }
 
