@@ -119,7 +119,7 @@ def test_the_text_has_the_documented_keys():
     content = json.loads(full().to_json())
     assert list(content) == [
         *("sha256", "format", "format_version", "step", "created", "versions", "mesh", "files"),
-        *("tensors", "tied", "optimizer", "extra"),
+        *("tensors", "tied", "optimizer", "module_state", "extra"),
     ]
     assert content["tensors"]["model.safetensors"]["a.b"] == {"dtype": "F32", "shape": [3, 4]}
 
