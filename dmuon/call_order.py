@@ -182,7 +182,7 @@ class CallOrder:
                 f"the ranks made the same calls, but ranks {ranks} of the mesh went through the "
                 "blocks in different orders, so they exchanged the wrong weights; a block whose "
                 "use depends on the data must be used on every rank, or share the hook boundary "
-                "of its parent (hook_boundary_predicate). Last calls: " + _shown(rows[0][2:])
+                "of its parent (hook_boundary_predicate). Last calls: " + _shown(rows[0][3:])
             )
         else:
             message = (

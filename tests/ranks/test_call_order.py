@@ -12,6 +12,7 @@ from torch import nn
 from wrapped import backward, make_mesh, prepare
 
 import dmuon
+from dmuon.call_order import Call, CallOrder
 
 SHORT = timedelta(seconds=3)  # in which a rank gives up on one that is not coming
 Act = Callable[[nn.Module, dmuon.Muon], object]
@@ -114,13 +115,31 @@ class Routed(nn.Module):
         return self.layers[way](x)
 
 
-def test_blocks_that_only_some_ranks_use_are_found_out_before_a_step_changes_weights() -> None:
+def test_blocks_in_another_order_are_told_with_the_calls_that_were_alike() -> None:
+    def body(rank: int) -> None:
+        order = CallOrder(dist.group.WORLD, dmuon.Counters())
+        order.note_settings([0.02])  # as after a step
+        order.note_collective(b"unshard", rank)
+        order.begin(Call.BACKWARD)
+        with pytest.raises(dmuon.CollectiveError, match=r"different orders.*Last calls: backward"):
+            order.check()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_blocks_that_only_some_ranks_use_are_found_out_before_a_step_changes_weights(
+    steps_before: int,
+) -> None:
     def body(rank: int) -> None:
         model = Routed()
         chosen = lambda name, module: name.startswith("layers.")  # noqa: E731
         dmuon.dedicate_params(model, make_mesh(2), hook_boundary_predicate=chosen, timeout=SHORT)
         optimizer = dmuon.Muon(model)
-
+        for _ in range(steps_before):  # all alike
+            model(torch.ones(2, 6), 0).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         before = {n: p.detach().clone() for n, p in dmuon.get_owned_params(model).items()}
 
         def act() -> None:
