@@ -43,7 +43,7 @@ def get_optimizer_state_dict(
         float32 in the model also have their float32 ``"master_weight"``. Plain types only, so
         ``torch.load(..., weights_only=True)`` reads it.
     """
-    dedication = _dedication_of(model, optimizer)
+    dedication = dedication_of(model, optimizer)
     dedication.settle_for(Call.GET_OPTIMIZER_STATE_DICT)
     keep = not rank0_only or dedication.owner_map.rank == 0
     device = torch.device("cpu") if cpu_offload else dedication.device
@@ -78,7 +78,7 @@ def set_optimizer_state_dict(
     Raises:
         StateDictError: the same on every rank, before anything changed.
     """
-    dedication = _dedication_of(model, optimizer)
+    dedication = dedication_of(model, optimizer)
     dedication.settle_for(Call.SET_OPTIMIZER_STATE_DICT)
     courier = Courier(dedication, _flatten(state_dict))
     _check(dedication, optimizer, courier)
@@ -96,7 +96,12 @@ def set_optimizer_state_dict(
     dedication.engine.publish(wait=True)
 
 
-def _dedication_of(model: nn.Module, optimizer: Muon) -> Dedication:
+def dedication_of(model: nn.Module, optimizer: Muon) -> Dedication:
+    """The dedication of ``model``, whose optimizer this is.
+
+    Raises:
+        SetupError: for the optimizer of another model, or of another kind.
+    """
     dedication = dedications.of(model)
     if not isinstance(optimizer, Muon) or optimizer.dedication is not dedication:
         raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")

@@ -3,7 +3,6 @@
 It may go on beside training: nothing here looks at the model.
 """
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dmuon.checkpoint.assignment import SECTIONS, Assignment
-from dmuon.checkpoint.content import Entry
+from dmuon.checkpoint.assignment import SECTIONS, Assignment, section_of
+from dmuon.checkpoint.content import MODEL, Entry
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
-from dmuon.checkpoint.index_file import INDEX_FILE
+from dmuon.checkpoint.index_file import INDEX_FILE, index_json
 from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, verify, write_manifest
 from dmuon.checkpoint.meeting import Meeting
 from dmuon.checkpoint.tensor_file import write_tensors
@@ -135,22 +134,13 @@ class Work:
             tensors.setdefault(file, {})[entry.name] = entry.facts
         for name, data in self.ready.files.items():
             files[name] = write_file(self.folder / name, data)
-        if index := self._index():
-            files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index)
+        weights = {file: held for file, held in tensors.items() if section_of(file) == MODEL}
+        if len(weights) > 1:
+            files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index_json(weights))
         manifest = Manifest(**self.ready.head | {"files": files, "tensors": tensors})
         self._check_visible(manifest)
         write_manifest(self.folder, manifest)
         return manifest
-
-    def _index(self) -> bytes | None:
-        """What tells ``transformers`` which of several files holds what."""
-        model = [entry for entry in self.entries if entry.section == "model"]
-        weight_map = {entry.name: self.assignment.file("model", entry.name) for entry in model}
-        if len(set(weight_map.values())) < 2:
-            return None
-        total = sum(entry.num_bytes for entry in model)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
     def _check_visible(self, manifest: Manifest) -> None:
         """A rank with other storage under the same path has written where nobody will look."""

@@ -34,11 +34,11 @@ from dmuon.checkpoint.meeting import tell_all
 from dmuon.checkpoint.source import CheckpointSource, Source, open_source
 from dmuon.checkpoint.tensor_file import TensorReader
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError, SetupError
+from dmuon.errors import CheckpointError
 from dmuon.model_state import module_of
 from dmuon.names import original_name
 from dmuon.optimizer import Muon
-from dmuon.optimizer_state import MOMENTS, live_group, symmetric_params
+from dmuon.optimizer_state import MOMENTS, dedication_of, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
 
 
@@ -88,9 +88,7 @@ def load_checkpoint(
         CheckpointError: on every rank: it does not fit; nothing was changed. The exception is a
             file that fails while it is read: the error says so, and the model must be loaded again.
     """
-    dedication = dedications.of(model)
-    if optimizer is not None and optimizer.dedication is not dedication:
-        raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
+    dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.LOAD_CHECKPOINT)
     folder = Path(path)
     source = _open(folder, dedication, verify_hashes)

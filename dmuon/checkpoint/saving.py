@@ -45,9 +45,9 @@ from dmuon.checkpoint.manifest import (
 )
 from dmuon.checkpoint.meeting import tell_all
 from dmuon.dedication import Dedication
-from dmuon.errors import CheckpointError, SetupError
+from dmuon.errors import CheckpointError
 from dmuon.optimizer import Muon
-from dmuon.optimizer_state import plain_group
+from dmuon.optimizer_state import dedication_of, plain_group
 from dmuon.owner_map import cpu_group
 
 _TIMEOUT = timedelta(hours=2)  # for the slowest writer; a dead rank is noticed at once
@@ -149,9 +149,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
             that was there before is changed.
         CollectiveError: another rank is gone; what is in the folder is no checkpoint.
     """
-    dedication = dedications.of(model)
-    if optimizer is not None and optimizer.dedication is not dedication:
-        raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
+    dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.SAVE_CHECKPOINT)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, _Given(step, extra or {}, files or {}))
