@@ -6,11 +6,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dmuon_platform.errors import FatalError, PlatformError
+from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.spec import JobSpec, load_job
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,13 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(f"dmuon: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+        return exit_code_of(error)
+    except KeyboardInterrupt as error:
         print("dmuon: interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
-    except Exception:  # a bug of ours, so the trace is what helps
+        return exit_code_of(error)
+    except Exception as error:  # a bug of ours, so the trace is what helps
         traceback.print_exc()
-        return FatalError.exit_code
+        return exit_code_of(error)
     return code
 
 

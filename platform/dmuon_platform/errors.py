@@ -12,6 +12,9 @@ survive the pickling by which Ray sends errors between processes.
 
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 class PlatformError(Exception):
     """The platform cannot go on. The message says what, why, and what to do about it."""
@@ -41,3 +44,10 @@ class FatalError(PlatformError):
     """A failure that another attempt would only repeat."""
 
     exit_code: ClassVar[int] = 70
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error."""
+    if isinstance(error, PlatformError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FatalError.exit_code

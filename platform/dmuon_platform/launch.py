@@ -1,5 +1,9 @@
 """From a job to a finished, tracked and registered model: what the driver does, in order."""
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from dmuon_platform.data import (
     prepare_dataset,
     tokenizer_files,
 )
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
@@ -52,7 +56,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         return summary
     cluster.check_address(spec)
     _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
-    with cluster.connected(spec):
+    with _written_down(journal), cluster.connected(spec):
         info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)
         preflight.record_job(spec)
@@ -63,6 +67,20 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     summary = summary.delivered(delivery, spec.export.alias)
     _say(console, summary.text())
     return summary
+
+
+@contextmanager
+def _written_down(journal: Journal) -> Iterator[None]:
+    """Note in the journal that a launch begins, and with which exit code it ends."""
+    journal.append("launched", host=socket.gethostname(), pid=os.getpid())
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # a full disk; the error itself is what counts
+            problem = str(error) or type(error).__name__
+            journal.append("ended", exit_code=exit_code_of(error), problem=problem)
+        raise
+    journal.append("ended", exit_code=0)
 
 
 def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
