@@ -1,5 +1,6 @@
 """Who writes what: a pure function of names, sizes and owners, equal on all ranks."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from dmuon.errors import SetupError
 
 Section = Literal["model", "optim"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
+_ONLY_FILE = "model.safetensors"
+"""The one name that is read without an index."""
+_NUMBERED_FILE = re.compile(rf"(?:{'|'.join(SECTIONS)})-\d{{5,}}-of-\d{{5,}}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,14 @@ def section_of(file: str) -> Section:
     return "optim" if file.startswith("optim-") else "model"
 
 
+def is_tensor_file(name: str) -> bool:
+    """Whether a file of a checkpoint with this name holds tensors."""
+    return name == _ONLY_FILE or _NUMBERED_FILE.fullmatch(name) is not None
+
+
 def _file_name(section: Section, number: int, count: int) -> str:
     if section == "model" and count == 1:
-        return "model.safetensors"  # the one name that is read without an index
+        return _ONLY_FILE
     return f"{section}-{number:05d}-of-{count:05d}.safetensors"
 
 

@@ -3,8 +3,6 @@
 It may go on beside training: nothing here looks at the model.
 """
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from dmuon.checkpoint.content import MODEL, Entry
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
-from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, verify, write_manifest
+from dmuon.checkpoint.manifest import Manifest, verify, write_manifest
 from dmuon.checkpoint.meeting import Meeting
 from dmuon.checkpoint.tensor_file import write_tensors
+from dmuon.checkpoint.unfinished import Begun
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -30,13 +29,13 @@ class Ready:
     Attributes:
         head: what the manifest says beside files and tensors.
         files: those of the caller.
-        was_there: the folder is the caller's own, though empty.
+        begun: the folder; None when there is a problem.
         problem: what keeps the checkpoint from being written.
     """
 
     head: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-    was_there: bool = False
+    begun: Begun | None = None
     problem: str | None = None
 
 
@@ -93,17 +92,9 @@ class Work:
                 failures = [failure] if failure else []
             if failures:
                 manifest = None
-                self._remove()
+                if self.ready.begun is not None:
+                    self.ready.begun.undo()
         return meeting.tell_all((manifest, failures))[0]
-
-    def _remove(self) -> None:
-        """Leave nothing of what is no checkpoint; the manifest goes first."""
-        for name in (MANIFEST_FILE, *os.listdir(self.folder)):
-            with suppress(OSError):
-                (self.folder / name).unlink()
-        if not self.ready.was_there:
-            with suppress(OSError):
-                self.folder.rmdir()
 
     def _attempt(self, do: Any, *args: Any) -> tuple[Any, str | None]:
         try:
@@ -139,7 +130,11 @@ class Work:
             files[INDEX_FILE] = write_file(self.folder / INDEX_FILE, index_json(weights))
         manifest = Manifest(**self.ready.head | {"files": files, "tensors": tensors})
         self._check_visible(manifest)
+        begun = self.ready.begun
+        assert begun is not None
+        begun.check()
         write_manifest(self.folder, manifest)
+        begun.finish()
         return manifest
 
     def _check_visible(self, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dmuon.checkpoint.assignment import section_of
 from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
+from dmuon.checkpoint.unfinished import MARK_FILE
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -100,7 +101,8 @@ def _candidates(folder: Path) -> Iterator[Path]:
         with os.scandir(folder / name) as entries:
             held = [entry.name for entry in entries]
         # empty: a save makes the folder before it writes anything
-        if not held or MANIFEST_FILE in held or any(".safetensors" in each for each in held):
+        is_ours = not held or MANIFEST_FILE in held or MARK_FILE in held
+        if is_ours or any(".safetensors" in each for each in held):
             yield folder / name
 
 

@@ -44,6 +44,7 @@ from dmuon.checkpoint.manifest import (
     OptimizerFacts,
 )
 from dmuon.checkpoint.meeting import tell_all
+from dmuon.checkpoint.unfinished import begin
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError
 from dmuon.optimizer import Muon
@@ -131,7 +132,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     there, which is written last.
 
     Args:
-        path: a folder that does not exist yet or is empty, on storage that all ranks share.
+        path: a folder that does not exist yet or is empty, on storage that all ranks share. What a
+            save left there that was killed is moved beside it, with a warning on the first rank.
         model: as given to ``dedicate_params``.
         optimizer: its ``dmuon.Muon``; None saves weights alone.
         step: optimizer steps done; by default what the optimizer has counted.
@@ -238,10 +240,7 @@ def _make_ready(
         ready.files = dict(given.files)
         for name, data in ready.files.items():
             _check_file(name, data)
-        ready.was_there = folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            ready.problem = "it is not empty; nothing is overwritten, give another path"
+        ready.begun = begin(folder, ready.files)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         ready.problem = f"it cannot be written: {error}"
     return ready

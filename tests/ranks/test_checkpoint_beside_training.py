@@ -117,6 +117,28 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_and_saving_works_agai
     run_ranks(2, body)
 
 
+def test_a_folder_that_is_taken_away_while_it_is_written_is_never_committed(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        with writing_held() as may_write:
+            handle = save_checkpoint(folder, model, optimizer, async_save=True)
+            if rank == 0:
+                folder.rename(tmp_path / "aside")
+                folder.mkdir()
+                (folder / "notes.txt").write_text("mine")
+            dist.barrier()
+            may_write.set()
+            with pytest.raises(dmuon.CheckpointError, match="moved or removed while it was"):
+                handle.wait()
+        assert not (folder / MANIFEST_FILE).exists()
+        assert (folder / "notes.txt").read_text() == "mine"
+        save_checkpoint(tmp_path / "next", model, optimizer)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("second_beside", [True, False], ids=["both async", "second sync"])
 def test_two_models_save_at_once(second_beside: bool, tmp_path: Path) -> None:
     """Though a rank is late with the first one, the answers of the two are not mixed up."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ import dmuon.checkpoint
 from dmuon.checkpoint.loading import load_checkpoint
 from dmuon.checkpoint.manifest import MANIFEST_FILE
 from dmuon.checkpoint.saving import save_checkpoint
+from dmuon.checkpoint.unfinished import MARK_FILE
 
 PACKAGE = str(Path(dmuon.checkpoint.__file__).parent)
 NUM_SAVES = 3
@@ -131,6 +133,35 @@ def check_all(folders: list[Path]) -> None:
     run_ranks(NUM_RANKS, body)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def save_again(folders: list[Path]) -> None:
+    """To the same paths, as a script does that resumes; nothing that a kill left is lost."""
+    left = {folder: contents(folder) for folder in folders}
+
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(NUM_RANKS))
+        optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+        losses = train(model, optimizer, range(2))
+        for folder, held in left.items():
+            says = pytest.warns(UserWarning, match=f"{folder}.unfinished-1")
+            with says if rank == 0 and held.keys() > {MARK_FILE} else nullcontext():
+                save_checkpoint(folder, model, optimizer, async_save=True).wait()
+        for folder in left:
+            assert load_checkpoint(folder, model, optimizer).step == 2
+        assert train(model, optimizer, range(1)) != losses[:1]
+
+    run_ranks(NUM_RANKS, body)
+    moved = [held for held in left.values() if held.keys() > {MARK_FILE}]
+    assert any(name != MARK_FILE for held in moved for name in held), "no kill left a file"
+    for folder, held in left.items():
+        aside = folder.with_name(f"{folder.name}.unfinished-1")
+        assert (contents(aside) if aside.exists() else {}) == (held if held in moved else {})
+        assert not (folder / MARK_FILE).exists()
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 def test_a_kill_at_any_line_leaves_whole_checkpoints_and_folders_that_are_none(
     beside: bool, tmp_path: Path
@@ -157,4 +188,6 @@ def test_a_kill_at_any_line_leaves_whole_checkpoints_and_folders_that_are_none(
             assert (earlier / MANIFEST_FILE).exists(), f"{where}: {earlier}"
         num_unfinished += any(not (each / MANIFEST_FILE).exists() for each in started)
     assert num_unfinished, "no kill hit a save; the test would prove nothing"
-    check_all(sorted(tmp_path.glob("*/step-*")))
+    every = sorted(tmp_path.glob("*/step-*"))
+    check_all(every)
+    save_again([folder for folder in every if not (folder / MANIFEST_FILE).exists()])

@@ -1,0 +1,137 @@
+"""The folder of a save until its manifest is there, and what a save leaves that is killed. Local.
+
+A save marks its folder before it writes anything else. So what a killed one leaves is told from
+all that is not ours, such as a Hugging Face folder, whose files have the same names.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmuon.checkpoint.assignment import is_tensor_file
+from dmuon.checkpoint.index_file import INDEX_FILE
+from dmuon.checkpoint.manifest import MANIFEST_FILE
+from dmuon.errors import CheckpointError
+
+MARK_FILE = ".saving"
+"""It is there until the checkpoint is committed."""
+_TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A folder that a save has begun in.
+
+    Attributes:
+        folder: of the checkpoint.
+        was_there: it is the caller's own, though it was empty.
+        place: of the folder on its file system, whatever its path is.
+    """
+
+    folder: Path
+    was_there: bool
+    place: tuple[int, int]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the path still leads to the folder."""
+        try:
+            return _place(self.folder) == self.place
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Make sure that what is committed is what was written.
+
+        Raises:
+            CheckpointError: the folder is no longer there, or it is another.
+        """
+        if not self.is_there:
+            raise CheckpointError(
+                self.folder,
+                "its folder was moved or removed while it was written; when two programs save, "
+                "give each a path of its own",
+            )
+
+    def finish(self) -> None:
+        """Take the mark away, once the manifest is there."""
+        with suppress(OSError):  # the manifest counts more than the mark
+            (self.folder / MARK_FILE).unlink()
+
+    def undo(self) -> None:
+        """Leave nothing of what is no checkpoint: the manifest goes first, the mark last."""
+        if not self.is_there:
+            return
+        names = [name for name in os.listdir(self.folder) if name != MARK_FILE]
+        for name in (MANIFEST_FILE, *names, MARK_FILE):
+            with suppress(OSError):
+                (self.folder / name).unlink()
+        if not self.was_there:
+            with suppress(OSError):
+                self.folder.rmdir()
+
+
+def begin(folder: Path, files: Collection[str]) -> Begun:
+    """Make the folder of a save, or take an empty one, and mark it.
+
+    What a save left that was killed is moved aside, with a warning that says where to.
+
+    Args:
+        folder: of the checkpoint.
+        files: names of the caller's own files in it.
+
+    Raises:
+        ValueError: it holds anything else.
+        OSError: it cannot be made, or moved.
+    """
+    was_there = folder.is_dir()
+    held = os.listdir(folder) if was_there else []
+    if held not in ([], [MARK_FILE]):
+        _check_unfinished(held, files)
+        folder = folder.resolve()  # a link to it stays one
+        aside = _aside(folder)
+        folder.rename(aside)
+        was_there = False
+        warnings.warn(
+            f"{folder} held a save that was never finished; it was moved to {aside}, delete it "
+            "when nobody needs it",
+            stacklevel=2,
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / MARK_FILE).touch()
+    except OSError:
+        if not was_there:
+            folder.rmdir()
+        raise
+    return Begun(folder, was_there, _place(folder))
+
+
+def _check_unfinished(held: Collection[str], files: Collection[str]) -> None:
+    if MARK_FILE not in held or MANIFEST_FILE in held:
+        raise ValueError("it is not empty; nothing is overwritten, give another path")
+    known = {MARK_FILE, MANIFEST_FILE, INDEX_FILE, *files}
+    for name in sorted(held):
+        temporary = _TEMPORARY.fullmatch(name)
+        final = temporary[1] if temporary else name
+        if final not in known and not is_tensor_file(final):
+            raise ValueError(
+                f"a save in it was never finished, but {name!r:.100} is none of its files, so it "
+                "is not moved aside; take that out, or give another path"
+            )
+
+
+def _aside(folder: Path) -> Path:
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.unfinished-{number}")):
+        number += 1
+    return aside
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
