@@ -3,11 +3,12 @@
 from dmuon.checkpoint.description import describe_checkpoint, verify_checkpoint
 from dmuon.checkpoint.difference import diff_checkpoints
 from dmuon.checkpoint.export import export_weights
+from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.listing import list_checkpoints
 from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from dmuon.checkpoint.manifest import Manifest, read_manifest
 from dmuon.checkpoint.manifest import verify as verify_files
-from dmuon.checkpoint.saving import SaveHandle, save_checkpoint
+from dmuon.checkpoint.saving import save_checkpoint
 from dmuon.checkpoint.torch_optim import (
     muon_settings_from_torch,
     optimizer_state_from_torch,

@@ -8,9 +8,7 @@ good, or all learn what kept it from being so.
 
 import hashlib
 import os
-import threading
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +35,7 @@ from dmuon.checkpoint.content import (
 )
 from dmuon.checkpoint.file_names import check_plain
 from dmuon.checkpoint.gathering import collect
+from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.index_file import INDEX_FILE
 from dmuon.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -51,68 +50,11 @@ from dmuon.optimizer import Muon
 from dmuon.optimizer_state import dedication_of, plain_group
 from dmuon.owner_map import cpu_group
 
-_TIMEOUT = timedelta(hours=2)  # for the slowest writer; a dead rank is noticed at once
+_TIMEOUT = timedelta(minutes=30)
 _PACKAGES = ("dmuon", "torch", "safetensors")
-_last: WeakKeyDictionary[Dedication, "SaveHandle"] = WeakKeyDictionary()
-_busy: WeakKeyDictionary[dist.ProcessGroup, "SaveHandle"] = WeakKeyDictionary()
+_last: WeakKeyDictionary[Dedication, SaveHandle] = WeakKeyDictionary()
+_busy: WeakKeyDictionary[dist.ProcessGroup, SaveHandle] = WeakKeyDictionary()
 """The save that meets over a group; those of other models wait for it, as on all ranks."""
-
-
-class SaveHandle:
-    """A save that may still be going on.
-
-    Attributes:
-        path: the folder of the checkpoint.
-    """
-
-    def __init__(self, path: Path, after: "SaveHandle | None" = None) -> None:
-        self.path = path
-        self._after = after
-        self._is_over = threading.Event()
-        self._manifest: Manifest | None = None
-        self._error: CheckpointError | None = None
-        self._was_raised = False
-
-    @property
-    def done(self) -> bool:
-        """Whether the checkpoint is committed, or has failed. Local."""
-        return self._is_over.is_set()
-
-    def wait(self) -> Manifest:
-        """Wait until the checkpoint is committed; its manifest, equal on all ranks.
-
-        Raises:
-            CheckpointError: on every rank, when any could not write; no checkpoint was made.
-        """
-        self._is_over.wait()
-        if self._error is not None:
-            self._was_raised = True
-            raise self._error
-        assert self._manifest is not None
-        return self._manifest
-
-    def _unheard_error(self) -> CheckpointError | None:
-        """Wait; what went wrong, if this rank has not been told yet."""
-        self._is_over.wait()
-        return None if self._was_raised else self._error
-
-    def _run(self, work: Work) -> None:
-        try:
-            if self._after is not None:
-                self._after._is_over.wait()
-                self._after = None
-            self._manifest = work.commit()
-        except CheckpointError as error:  # kept for `wait`
-            self._error = error
-        except Exception as error:
-            self._error = CheckpointError(self.path, f"{type(error).__name__}: {error}")
-        finally:
-            self._is_over.set()
-
-    def _run_beside(self, work: Work) -> None:
-        self._run(work)
-        if self._error is not None:
-            warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)
 
 
 def save_checkpoint(  # noqa: PLR0913 - the public signature
@@ -124,6 +66,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     extra: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
     async_save: bool = False,
+    timeout: timedelta = _TIMEOUT,
 ) -> SaveHandle:
     """Write a checkpoint that any mesh can load and ``transformers`` can open. Collective.
 
@@ -142,6 +85,11 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
         async_save: return when the values are copied to host memory, and write beside what
             follows. Call ``wait()`` before the process ends. The next save of this model waits
             for this one, and raises what went wrong with it, unless all ranks have been told.
+            A process that ends without ``wait()`` is kept until the checkpoint is committed, for
+            ``timeout`` at most, and for a minute at most when an exception has ended it; what
+            fails then is a warning.
+        timeout: how long a rank that has written waits for the others; equal on all ranks. One
+            that has died is noticed at once.
 
     Returns:
         A handle; without ``async_save`` it is done.
@@ -153,15 +101,15 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     """
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.SAVE_CHECKPOINT)
+    given = _Given(step, extra or {}, files or {}, timeout)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
-    work = _prepare(folder, dedication, optimizer, _Given(step, extra or {}, files or {}))
+    work = _prepare(folder, dedication, optimizer, given)
     handle = SaveHandle(folder, after=None if work.group is None else _busy.get(work.group))
     _last[dedication] = handle
     if work.group is not None:
         _busy[work.group] = handle
     if async_save:
-        name = f"dmuon checkpoint {folder.name}"
-        threading.Thread(target=handle._run_beside, args=(work,), name=name).start()
+        handle._run_beside(work, timeout)
     else:
         handle._run(work)
         del _last[dedication]
@@ -176,6 +124,7 @@ class _Given:
     step: int | None
     extra: Mapping[str, Any]
     files: Mapping[str, bytes]
+    timeout: timedelta
 
 
 @torch.no_grad()
@@ -190,7 +139,7 @@ def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given
         raise error
     have_momentum = frozenset(name for _, names in everyones for name in names)
     content = content_of(dedication, optimizer, have_momentum)
-    _agree(folder, dedication, content)
+    _agree(folder, dedication, content, given.timeout)
     ready = Ready()
     if dedication.owner_map.everyone.rank() == 0:
         ready = _make_ready(folder, dedication, optimizer, content, given)
@@ -203,7 +152,7 @@ def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given
     }
     collected = collect(dedication, optimizer, content.entries, writer_of)
     group = dedication.owner_map.everyone
-    background = cpu_group("checkpoint", group, _TIMEOUT) if group.size() > 1 else None
+    background = cpu_group("checkpoint", group, given.timeout) if group.size() > 1 else None
     return Work(folder, content.entries, assignment, collected, background, ready)
 
 
@@ -216,16 +165,16 @@ def _item(entry: Entry, dedication: Dedication) -> Item:
     return Item(entry.name, entry.section, entry.num_bytes, owner)
 
 
-def _agree(folder: Path, dedication: Dedication, content: Content) -> None:
+def _agree(folder: Path, dedication: Dedication, content: Content, timeout: timedelta) -> None:
     lines = [f"{e.key} {tuple(e.shape)} {e.dtype} {type(e).__name__}" for e in content.entries]
-    lines += [str(folder), *map(str, content.tied.items())]
+    lines += [str(folder), str(timeout), *map(str, content.tied.items())]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = tell_all(dedication, digest)
     if different := [rank for rank, each in enumerate(digests) if each != digests[0]]:
         raise CheckpointError(
             folder,
             f"ranks {different} of the mesh would write other tensors, or to another path, than "
-            "rank 0; all ranks must pass the same path and have the same model",
+            "rank 0; all ranks must pass the same path and timeout and have the same model",
         )
 
 
@@ -235,6 +184,7 @@ def _make_ready(
     """Check what the caller adds, and make the folder; local, on the first rank."""
     ready = Ready()
     try:
+        _check_timeout(given.timeout)
         _check_tensors(dedication, content)
         ready.head = _head(dedication, optimizer, content, given)
         ready.files = dict(given.files)
@@ -244,6 +194,11 @@ def _make_ready(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         ready.problem = f"it cannot be written: {error}"
     return ready
+
+
+def _check_timeout(timeout: object) -> None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}")
 
 
 def _check_tensors(dedication: Dedication, content: Content) -> None:

@@ -1,0 +1,46 @@
+"""Work beside the main thread that a process waits for before it ends, but not for ever.
+
+The work itself is a daemon thread: it may be stuck in a collective whose other ranks hang, which
+nothing can interrupt. The interpreter waits for a second thread, which knows when to give up.
+"""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+AFTER_ERROR_S = 60.0
+"""How long a process whose main thread has ended with an error is kept from ending."""
+_POLL_S = 0.2
+
+
+def run_beside(
+    work: Callable[[], None], is_over: threading.Event, name: str, timeout_s: float
+) -> None:
+    """Start ``work`` beside the main thread.
+
+    Args:
+        work: sets ``is_over`` at its end.
+        is_over: the process may end.
+        name: of the thread, and of what is lost when the process cannot wait any longer.
+        timeout_s: from the end of the main thread; after an error there, `AFTER_ERROR_S` if that
+            is less.
+    """
+    threading.Thread(target=work, name=name, daemon=True).start()
+    args = (is_over, name, timeout_s)
+    threading.Thread(target=_keep_alive, args=args, name=f"end of {name}").start()
+
+
+def _keep_alive(is_over: threading.Event, name: str, timeout_s: float) -> None:
+    """Return when the interpreter may end."""
+    while threading.main_thread().is_alive():
+        if is_over.wait(_POLL_S):
+            return
+    has_failed = getattr(sys, "last_value", None) is not None  # set for what nobody caught
+    limit_s = min(timeout_s, AFTER_ERROR_S) if has_failed else timeout_s
+    if not is_over.wait(limit_s):
+        warnings.warn(
+            f"{name} was not finished within {limit_s:g} s of the end of the program, so it was "
+            "given up; another rank may hang",
+            stacklevel=1,
+        )
