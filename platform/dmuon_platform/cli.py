@@ -4,10 +4,30 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.spec import JobSpec, load_job
+
+Command = Callable[[argparse.Namespace], int]
+
+RUN_COMMANDS = {
+    "status": "show how a run stands: step, loss, speed, workers, checkpoint, restarts",
+    "logs": "tell what happened to a run",
+    "stop": "ask a run to save a checkpoint and end",
+    "resume": "go on with a run, from the job that it has recorded",
+    "runs": "list all runs",
+}
+
+SETTINGS: dict[str, Any] = {
+    "action": "extend",
+    "nargs": "+",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "change the job: --set train.steps=50 optimizer.lr=0.01",
+}
+"""Of the option ``--set``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +77,16 @@ def _schema(_arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _on_run(action: str) -> Command:
+    def act(arguments: argparse.Namespace) -> int:
+        from dmuon_platform import run_commands
+
+        command: Command = getattr(run_commands, action)
+        return command(arguments)
+
+    return act
+
+
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from dmuon_platform.checkpoint_command import run  # needs torch
 
@@ -88,20 +118,41 @@ def _parser() -> argparse.ArgumentParser:
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
     for command in (run, submit, validate):
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
-        command.add_argument(
-            "--set",
-            action="extend",
-            nargs="+",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change the job: --set train.steps=50 optimizer.lr=0.01",
-        )
+        command.add_argument("--set", **SETTINGS)
     actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
+    for name, text in RUN_COMMANDS.items():
+        _add_run_command(name, commands.add_parser(name, help=text))
     _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
     return parser
+
+
+def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
+    if name != "runs":
+        parser.add_argument("run", metavar="RUN", help="a run's name or folder, or its job file")
+    parser.add_argument("--storage", default="runs", help="the folder of all runs; default: runs")
+    if name in ("status", "logs", "stop"):
+        parser.add_argument("--address", help="ask this job server instead: http://HOST:8265")
+    if name in ("status", "runs"):
+        parser.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
+    if name == "status":
+        parser.add_argument("--watch", action="store_true", help="again and again until it ends")
+        parser.add_argument("--every", type=float, default=5.0, help="seconds between; default: 5")
+        parser.epilog = (
+            "Exit codes: 0 finished, 3 running, 75 stopped or interrupted (launch it again), 66 "
+            "no such run, 69 no job server answers; a failed run's own: 1, 70, 78, 86."
+        )
+    if name == "logs":
+        parser.add_argument("--follow", action="store_true", help="until the run ends")
+    if name == "stop":
+        parser.add_argument("--wait", action="store_true", help="return when it has ended")
+        parser.add_argument("--reason", default="dmuon stop", help="for its journal")
+    if name == "resume":
+        parser.add_argument("--set", **SETTINGS)
+    parser.add_argument("--traceback", action="store_true", help="show where an error arose")
+    parser.set_defaults(command=_on_run(name))
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

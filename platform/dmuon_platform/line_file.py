@@ -98,6 +98,29 @@ class LineFile:
                         stacklevel=2,
                     )
 
+    def newest_first(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines from the last to the first, reading only as far as is asked for.
+
+        Lines that are no JSON objects are passed over.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            rest = b""  # the end of a line whose start is not read yet
+            is_torn = True  # until a line break is seen: what follows the last one
+            while end > 0:
+                start = max(0, end - SCAN_BYTES)
+                file.seek(start)
+                first, *lines = (file.read(end - start) + rest).split(b"\n")
+                if lines and is_torn:
+                    lines.pop()
+                    is_torn = False
+                yield from filter(None, map(_parse, reversed(lines)))
+                rest, end = first, start
+            if not is_torn and (content := _parse(rest)) is not None:
+                yield content
+
     def at(self, start: int) -> dict[str, Any]:
         """Return the content of the line that starts at ``start``."""
         return next(self.lines(start)).content

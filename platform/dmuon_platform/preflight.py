@@ -6,10 +6,8 @@ from pathlib import Path
 from dmuon_platform.data import check_data
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model import build_model, vocabulary_size
+from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
-
-JOB_FILE = "job.toml"
-"""The resolved job inside its run folder: what later launches are compared with."""
 
 UPLOADED_FOLDERS = "working_dir_files"
 """Ray unpacks what ``--working-dir`` uploads below a folder of this name."""

@@ -1,6 +1,5 @@
 """A job handed to a Ray cluster through its job server."""
 
-import asyncio
 import importlib.util
 import shlex
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
 from dmuon_platform.spec import load_job
 
 EXCLUDES = [".git", ".venv", "/runs"]
@@ -46,10 +46,10 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     """
     spec = load_job(job, overrides)
     entrypoint = _entrypoint(job, overrides)
-    client = _client(address)
+    client = connect(address)
     try:
         submission = client.submit_job(
-            entrypoint=entrypoint, runtime_env=_runtime_env(), metadata={"dmuon_name": spec.name}
+            entrypoint=entrypoint, runtime_env=_runtime_env(), metadata={NAME_KEY: spec.name}
         )
     except (RuntimeError, ConnectionError, ValueError) as error:
         raise PlatformError(f"The job server at {address} did not take the job: {error}") from error
@@ -61,7 +61,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
             flush=True,
         )
     if not follow:
-        print(f"Follow it with: ray job logs --address {address} --follow {submission}")
+        print(f"Follow it with: dmuon logs {spec.name} --address {address} --follow")
         return 0
     return _follow(client, submission)
 
@@ -91,18 +91,6 @@ def _our_packages() -> list[Path]:
     return [Path(spec.origin).parent for spec in specs if spec and spec.origin]
 
 
-def _client(address: str) -> JobSubmissionClient:
-    try:
-        return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PlatformError(
-            f"No Ray job server answers at --address {address} ({error}). Start one with "
-            "`ray start --head` (it needs `ray[default]`; the port is 8265 unless changed), or "
-            "correct the address. If the cluster uses token authentication, set RAY_AUTH_MODE and "
-            "RAY_AUTH_TOKEN as on its head."
-        ) from error
-
-
 def _runtime_env() -> dict[str, Any]:
     environment: dict[str, Any] = {
         "working_dir": str(Path.cwd()),
@@ -117,14 +105,7 @@ def _runtime_env() -> dict[str, Any]:
 
 
 def _follow(client: JobSubmissionClient, submission: str) -> int:
-    async def show() -> None:
-        async for text in client.tail_job_logs(submission):
-            print(text, end="", flush=True)
-
-    try:
-        asyncio.run(show())
-    except KeyboardInterrupt:
-        print(f"\nNo longer following; {submission} goes on. `ray job stop` would end it.")
+    if not follow_output(client, submission):
         return 0
     info = client.get_job_info(submission)
     if info.status == JobStatus.SUCCEEDED:

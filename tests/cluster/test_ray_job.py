@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -88,3 +89,28 @@ def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text
     assert "16 CPUs" in output
     assert "Traceback" not in output
     assert not run.events("training_started")
+
+
+def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, text, tmp_path):
+    _, ports = head
+    server = ("--address", f"http://127.0.0.1:{ports['jobs']}")
+    changes = (f"storage={tmp_path}", f"data.source={text}", "name=watched", "train.steps=100000")
+    code, output = driver.run(
+        "submit", "jobs/tiny_cpu.toml", *server, "--set", *changes, RAY_AUTH_MODE="disabled"
+    )
+    assert code == 0, output
+    deadline = time.monotonic() + 200
+    while "  loss " not in (answer := _ask("status", *server))[1]:
+        assert answer[0] == 3, answer
+        assert time.monotonic() < deadline, answer
+    assert _ask("stop", *server, "--wait")[0] == 0
+    assert _ask("status", *server)[0] == 75
+    code, told = _ask("logs", *server)
+    assert code == 0
+    assert "2 workers train from step 0" in told
+    assert driver.run("status", tmp_path / "watched")[0] == 75
+    assert _ask("status", "--storage", str(tmp_path / "elsewhere"))[0] == 66
+
+
+def _ask(action: str, *arguments: str) -> tuple[int, str]:
+    return driver.run(action, "watched", *arguments, RAY_AUTH_MODE="disabled")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dmuon_platform import cli, launch, submission
+from dmuon_platform import cli, launch, remote_jobs
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
 from dmuon_platform.spec import JobSpec
 
@@ -133,7 +133,7 @@ class FakeServer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     fake = FakeServer()
-    monkeypatch.setattr(submission, "JobSubmissionClient", lambda _address: fake)
+    monkeypatch.setattr(remote_jobs, "JobSubmissionClient", lambda _address: fake)
     monkeypatch.chdir(ROOT)
     return fake
 
@@ -194,7 +194,7 @@ def test_a_server_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:9"]) == 1
+    assert cli.main(["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:9"]) == 69
     printed = capsys.readouterr().err
     assert "No Ray job server answers at --address http://127.0.0.1:9" in printed
     assert "Traceback" not in printed

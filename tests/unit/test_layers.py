@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/attempts.py": OURS | {"ray"},
     "platform/dmuon_platform/cluster.py": OURS | {"ray"},
     "platform/dmuon_platform/saving.py": OURS | {"torch", "ray"},
+    "platform/dmuon_platform/remote_jobs.py": OURS | {"ray"},
     "platform/dmuon_platform/submission.py": OURS | {"ray"},
     "platform/dmuon_platform/data/tokenise.py": OURS | {"ray", "numpy", "pyarrow"},
     # mlflow, each file named

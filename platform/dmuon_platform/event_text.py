@@ -1,0 +1,67 @@
+"""Events of a run's journal in words, one line each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class _Facts(dict[str, Any]):
+    """The facts of an event, of which a damaged journal may have lost some."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+_SENTENCES = {
+    "launched": "launched: process {pid} on {host}",
+    "training_started": "{num_workers} workers train from step {step}",
+    "checkpoint_saved": "checkpoint of step {step} saved",
+    "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "
+    "again: {problem}",
+    "checkpoint_damaged": "{damage}; it is passed over",
+    "restarted": "started again after step {step}: {cause}",
+    "trained": "trained to step {step}",
+    "finished": "finished: {steps} steps, {bits_per_byte:.3f} validation bits per byte",
+}
+
+_DETAILS = "details"
+"""The fact with the traces of workers: many lines."""
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Return one line that tells an event; one of an unknown kind is told by its facts."""
+    kind = str(event.get("kind"))
+    if kind == "ended":
+        return _ending(event)
+    workers = event.get("workers")
+    facts = _Facts(event)
+    facts["num_workers"] = len(workers) if isinstance(workers, list) else "?"
+    try:
+        return _one_line(_SENTENCES[kind].format_map(facts))
+    except (KeyError, ValueError):  # a kind of another version, or a number that is none
+        return _one_line(" ".join([kind.replace("_", " "), *_plain(event)]))
+
+
+def event_details(event: Mapping[str, Any]) -> list[str]:
+    """Return what an event says beyond its one line, such as the traces of workers."""
+    details = event.get(_DETAILS)
+    return details.rstrip().splitlines() if isinstance(details, str) else []
+
+
+def _ending(event: Mapping[str, Any]) -> str:
+    code, problem = event.get("exit_code"), event.get("problem")
+    return _one_line(
+        f"the launch ended with exit code {code}" + (f": {problem}" if problem else "")
+    )
+
+
+def _plain(event: Mapping[str, Any]) -> list[str]:
+    apart = ("kind", "time", _DETAILS)
+    return [
+        f"{key}={value}"
+        for key, value in event.items()
+        if key not in apart and isinstance(value, str | int | float)
+    ]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

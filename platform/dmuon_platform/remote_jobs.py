@@ -1,0 +1,161 @@
+"""Jobs on a Ray cluster whose storage is not here, seen and steered through its job server."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError
+from dmuon_platform.run_folder import NoSuchRun
+from dmuon_platform.run_state import RUNNING, State
+
+NAME_KEY = "dmuon_name"
+"""Of the metadata of a submitted job: the name of its run."""
+
+UNAVAILABLE = 69
+"""Exit code when no job server answers: EX_UNAVAILABLE."""
+
+SIGNALLED = 128
+"""Exit codes above are of processes that a signal ended; they also come as negative numbers."""
+
+DIED = "JOB_SUPERVISOR_ACTOR_DIED"
+
+LOOK_S = 1.0
+
+
+class NoJobServer(PlatformError):  # noqa: N818 - names what is the case
+    """No Ray job server answers at the address."""
+
+    exit_code = UNAVAILABLE
+
+
+def connect(address: str) -> JobSubmissionClient:
+    """Return a client of the job server at ``address``.
+
+    Raises:
+        NoJobServer: None answers there.
+    """
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise NoJobServer(
+            f"No Ray job server answers at --address {address} ({error}). Start one with "
+            "`ray start --head` (it needs `ray[default]`; the port is 8265 unless changed), or "
+            "correct the address. If the cluster uses token authentication, set RAY_AUTH_MODE and "
+            "RAY_AUTH_TOKEN as on its head."
+        ) from error
+
+
+def follow_output(client: JobSubmissionClient, submission: str) -> bool:
+    """Print a job's output until it ends; return False when Ctrl-C ended that sooner."""
+
+    async def show() -> None:
+        async for text in client.tail_job_logs(submission):
+            print(text, end="", flush=True)
+
+    try:
+        asyncio.run(show())
+    except KeyboardInterrupt:
+        print(f"\nNo longer following; {submission} goes on. `dmuon stop` would end it.")
+        return False
+    return True
+
+
+def verdict(
+    status: JobStatus, exit_code: int | None, error_type: str | None = None
+) -> tuple[State, int]:
+    """Return how a job stands and the exit code that says so, both as for a run in a folder.
+
+    Args:
+        status: What Ray calls it.
+        exit_code: Of its driver; None while that runs, or when Ray lost sight of it.
+        error_type: Ray's own name of what failed.
+    """
+    if status == JobStatus.SUCCEEDED:
+        return State.FINISHED, 0
+    if status == JobStatus.STOPPED or exit_code in (GracefulStop.exit_code, INTERRUPTED):
+        return State.STOPPED, GracefulStop.exit_code
+    if status == JobStatus.FAILED:
+        return _failure(exit_code, error_type)
+    return State.RUNNING, RUNNING
+
+
+def _failure(exit_code: int | None, error_type: str | None) -> tuple[State, int]:
+    by_signal = exit_code is not None and not 0 <= exit_code <= SIGNALLED
+    if by_signal or (exit_code is None and error_type == DIED):
+        return State.INTERRUPTED, GracefulStop.exit_code
+    return State.FAILED, exit_code or PlatformError.exit_code
+
+
+class RemoteJobs:
+    """The jobs of one cluster, found by the name of their run or by their submission id.
+
+    Args:
+        address: Of the job server, ``http://host:8265``.
+
+    Raises:
+        NoJobServer: None answers there.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._client = connect(address)
+
+    def status(self, name: str, *, as_json: bool) -> int:
+        """Print how a job stands; return what a scheduler should know of it."""
+        job = self._newest(name)
+        state, code = verdict(job.status, job.driver_exit_code, job.error_type)
+        output = self._client.get_job_logs(job.submission_id).strip().splitlines()
+        facts: dict[str, Any] = {
+            "name": (job.metadata or {}).get(NAME_KEY, name),
+            "submission": job.submission_id,
+            "state": str(state),
+            "exit_code": code,
+            "driver_exit_code": job.driver_exit_code,
+            "started": None if job.start_time is None else job.start_time / 1000,
+            "ended": job.end_time / 1000 if job.end_time else None,
+            "output": output[-1] if output else None,
+        }
+        if as_json:
+            print(json.dumps(facts, indent=2))
+        else:
+            print(f"{facts['name']}: {state}, as {job.submission_id} at {self._address}")
+            print(f"last output  {facts['output'] or 'none yet'}")
+        return code
+
+    def logs(self, name: str, *, follow: bool) -> int:
+        """Print what a job has printed."""
+        submission = self._newest(name).submission_id
+        if follow:
+            follow_output(self._client, submission)
+        else:
+            print(self._client.get_job_logs(submission), end="")
+        return 0
+
+    def stop(self, name: str, *, wait: bool) -> int:
+        """Ask Ray to stop a job, whose driver then saves a checkpoint and ends."""
+        job = self._newest(name)
+        if job.status.is_terminal():
+            print(f"{name} is not running: {verdict(job.status, job.driver_exit_code)[0]}.")
+            return 0
+        self._client.stop_job(job.submission_id)
+        print(f"{name} was asked to save a checkpoint and end ({job.submission_id}).", flush=True)
+        while wait and not self._client.get_job_status(job.submission_id).is_terminal():
+            time.sleep(LOOK_S)
+        if wait:
+            print(f"{name} has ended.")
+        return 0
+
+    def _newest(self, name: str) -> JobDetails:
+        jobs = [job for job in self._client.list_jobs() if job.submission_id]
+        mine = [j for j in jobs if name in (j.submission_id, (j.metadata or {}).get(NAME_KEY))]
+        if mine:
+            return max(mine, key=lambda job: job.start_time or 0)
+        names = sorted({(job.metadata or {}).get(NAME_KEY, job.submission_id) for job in jobs})
+        there = f"It has {', '.join(names)}." if names else "It has none at all."
+        raise NoSuchRun(
+            f"The job server at {self._address} has no job of a run {name!r}. {there} A cluster "
+            "that was started anew has forgotten its jobs; their runs are still in the storage."
+        )

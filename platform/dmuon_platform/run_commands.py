@@ -1,0 +1,147 @@
+"""``dmuon status | logs | stop | resume | runs``: a run looked at and steered by its name.
+
+Everything here goes by the files under ``storage``, or by the job server of a Ray cluster with
+``--address``. Only `resume` and the latter need Ray.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.driver_lease import Driver
+from dmuon_platform.errors import PlatformError
+from dmuon_platform.event_text import event_details, event_text
+from dmuon_platform.events import EVENTS_FILE
+from dmuon_platform.line_file import LineFile
+from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
+from dmuon_platform.run_report import plain, report, table
+from dmuon_platform.run_state import RunState, State, number, read_run
+from dmuon_platform.spec import load_job
+from dmuon_platform.stop_request import StopFile, StopRequest
+
+LOOK_S = 1.0
+"""Seconds between two looks at a run that is followed."""
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Show how a run stands; return what a scheduler should know of it."""
+    if arguments.address is not None:
+        from dmuon_platform.remote_jobs import RemoteJobs
+
+        return RemoteJobs(arguments.address).status(arguments.run, as_json=arguments.json)
+    folder = run_folder(arguments.run, arguments.storage)
+    while True:
+        run = _read(folder)
+        now = time.time()
+        print(json.dumps(plain(run, now), indent=2) if arguments.json else report(run, now))
+        if not arguments.watch or run.state is not State.RUNNING:
+            return run.exit_code
+        print(flush=True)
+        time.sleep(arguments.every)
+
+
+def runs(arguments: argparse.Namespace) -> int:
+    """Show all runs under ``storage``."""
+    storage = Path(arguments.storage).expanduser().absolute()
+    found = [_read(folder) for folder in runs_in(storage)]
+    now = time.time()
+    if arguments.json:
+        print(json.dumps([plain(run, now) for run in found], indent=2))
+    elif found:
+        print(table(found, now))
+    else:
+        print(f"No runs in {storage}.")
+    return 0
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """Tell a run's journal in plain lines, with what failed workers said."""
+    if arguments.address is not None:
+        from dmuon_platform.remote_jobs import RemoteJobs
+
+        return RemoteJobs(arguments.address).logs(arguments.run, follow=arguments.follow)
+    folder = run_folder(arguments.run, arguments.storage)
+    journal = LineFile(folder / EVENTS_FILE)
+    offset = 0
+    while True:
+        # Asked before the journal is read: what a run that has ended wrote is then all there.
+        is_over = not arguments.follow or not _is_running(folder)
+        with warnings.catch_warnings(record=True) as damages:
+            warnings.simplefilter("always")
+            lines = list(journal.lines(offset))
+        for line in lines:
+            offset = line.end
+            for text in _told(line.content):
+                print(text, flush=True)
+        for damage in damages:
+            print(f"note: {damage.message}", file=sys.stderr)
+        if is_over:
+            return 0
+        time.sleep(LOOK_S)
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Ask a run to save a checkpoint and end; with ``--wait`` return when it has."""
+    if arguments.address is not None:
+        from dmuon_platform.remote_jobs import RemoteJobs
+
+        return RemoteJobs(arguments.address).stop(arguments.run, wait=arguments.wait)
+    folder = run_folder(arguments.run, arguments.storage)
+    driver = Driver.read(folder)
+    if driver is None or not driver.is_alive(folder):
+        print(f"{folder.name} is not running: {_read(folder).state}.")
+        return 0
+    try:
+        StopFile(folder).write(StopRequest.now(driver.launch, arguments.reason))
+    except OSError as error:
+        raise PlatformError(
+            f"{folder} cannot be written ({error.strerror or error}), and that is how a run is "
+            f"asked to stop. Send SIGTERM to its driver instead: {driver}."
+        ) from error
+    print(f"{folder.name} was asked to save a checkpoint and end ({driver}).", flush=True)
+    while arguments.wait and driver.is_alive(folder):
+        time.sleep(LOOK_S)
+        driver = Driver.read(folder) or driver
+    if arguments.wait:
+        print(f"{folder.name} has ended: {_read(folder).state}.")
+    return 0
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Launch a run again from the job that it has recorded."""
+    folder = run_folder(arguments.run, arguments.storage)
+    changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
+    spec = load_job(folder / JOB_FILE, changes)
+    from dmuon_platform.launch import run_job
+
+    run_job(spec)
+    return 0
+
+
+def _read(folder: Path) -> RunState:
+    try:
+        return read_run(folder)
+    except OSError as error:
+        raise PlatformError(
+            f"{folder} cannot be read: {error}. Whoever looks at a run must be able to read its "
+            "folder; ask its owner, or look at it as the user who runs it."
+        ) from error
+
+
+def _is_running(folder: Path) -> bool:
+    driver = Driver.read(folder)
+    return driver is not None and driver.is_alive(folder)
+
+
+def _told(event: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(event.get("kind"), str):
+        return
+    when = number(event, "time")
+    clock = "?" if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+    yield f"{clock}  {event_text(event)}"
+    yield from (f"    {line}" for line in event_details(event))

@@ -1,0 +1,57 @@
+"""Which runs lie under ``storage``, and where the run is that somebody means."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dmuon_platform.errors import PlatformError
+from dmuon_platform.events import EVENTS_FILE
+from dmuon_platform.spec import load_job
+
+JOB_FILE = "job.toml"
+"""The resolved job inside its run folder: what later launches are compared with."""
+
+JOB_SUFFIXES = frozenset({".toml", ".yaml", ".yml", ".json"})
+
+
+class NoSuchRun(PlatformError):  # noqa: N818 - names what is the case
+    """Nobody has launched a run of that name in that storage."""
+
+    exit_code = 66  # EX_NOINPUT
+
+
+def run_folder(run: str, storage: str) -> Path:
+    """Return the folder of the run that is meant.
+
+    Args:
+        run: Its name under ``storage``, or its folder, or a job file, whose own storage counts.
+        storage: The folder of all runs.
+
+    Raises:
+        NoSuchRun: There is none, with the names of those that are there.
+        SpecError: The job file is wrong.
+    """
+    given = Path(run).expanduser()
+    folder = Path(storage).expanduser().absolute() / run
+    if given.suffix in JOB_SUFFIXES and given.is_file():
+        folder = load_job(given).run_dir
+    elif len(given.parts) > 1 and not is_run(folder):
+        folder = given.absolute()
+    if is_run(folder):
+        return folder
+    names = [each.name for each in runs_in(folder.parent)]
+    there = f"It has {', '.join(names)}." if names else "It has none at all."
+    raise NoSuchRun(
+        f"There is no run {folder.name!r} in {folder.parent}. {there} --storage names another "
+        "folder of runs; --address http://HOST:8265 asks a cluster whose storage is not here."
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is that of a run which was launched at least once."""
+    return (folder / EVENTS_FILE).is_file() or (folder / JOB_FILE).is_file()
+
+
+def runs_in(storage: Path) -> Iterator[Path]:
+    """Yield the folders of all runs, by name."""
+    if storage.is_dir():
+        yield from (folder for folder in sorted(storage.iterdir()) if is_run(folder))

@@ -1,0 +1,171 @@
+"""A run's state as text for people and as plain data for programs."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dmuon_platform.run_state import Restart, RunState, State, Worker
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+
+
+def report(run: RunState, now: float) -> str:
+    """Return a run's state as lines for people."""
+    rows = list(_rows(run, now))
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
+    return "\n".join([f"{run.name}: {_headline(run)}", *lines])
+
+
+def table(runs: Sequence[RunState], now: float) -> str:
+    """Return many runs as a table, one a line."""
+    rows = [("NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "CHECKPOINT", "RESTARTS", "SEEN")]
+    rows += [
+        (
+            run.name,
+            str(run.state),
+            f"{run.step}/{'?' if run.num_steps is None else run.num_steps}",
+            _number(run.metrics.get("train/loss"), ".3f") or "-",
+            _number(run.tokens_per_s, ",.0f") or "-",
+            "-" if run.checkpoint is None else str(run.checkpoint.step),
+            str(len(run.restarts)),
+            "-" if run.time is None else f"{duration(now - run.time)} ago",
+        )
+        for run in runs
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(r, widths, strict=True)] for r in rows]
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def plain(run: RunState, now: float) -> dict[str, Any]:
+    """Return a run's state as JSON can have it; times are Unix times, and ages seconds."""
+    checkpoint = run.checkpoint
+    return finite(
+        {
+            "name": run.name,
+            "folder": str(run.folder),
+            "state": str(run.state),
+            "exit_code": run.exit_code,
+            "step": run.step,
+            "num_steps": run.num_steps,
+            "loss": run.metrics.get("train/loss"),
+            "metrics": dict(run.metrics),
+            "evaluation": dict(run.evaluation),
+            "tokens_per_s": run.tokens_per_s,
+            "eta_s": run.eta_s,
+            "time": run.time,
+            "workers": [vars(worker) for worker in run.workers],
+            "checkpoint": None
+            if checkpoint is None
+            else {
+                "step": checkpoint.step,
+                "path": str(checkpoint.path),
+                "created": checkpoint.created,
+                "age_s": now - checkpoint.created,
+            },
+            "restarts": [vars(restart) for restart in run.restarts],
+            "driver": None if run.driver is None else vars(run.driver),
+            "problem": run.problem,
+            "stopping": run.stopping,
+            "tracking": dict(run.tracking),
+            "notes": list(run.notes),
+        }
+    )
+
+
+def finite(content: Any) -> Any:
+    """Return plain data in which NaN and infinities, which JSON has not, are text."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [finite(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its two largest units."""
+    s = max(0, round(seconds))
+    if s < _MINUTE_S:
+        return f"{s} s"
+    if s < _HOUR_S:
+        return f"{s // _MINUTE_S} min {s % _MINUTE_S} s"
+    if s < _DAY_S:
+        return f"{s // _HOUR_S} h {s % _HOUR_S // _MINUTE_S} min"
+    return f"{s // _DAY_S} d {s % _DAY_S // _HOUR_S} h"
+
+
+def _headline(run: RunState) -> str:
+    if run.state in (State.STOPPED, State.INTERRUPTED):
+        return f"{run.state}; `dmuon resume {run.name}` goes on with it"
+    if run.state is State.FAILED:
+        return f"failed with exit code {run.exit_code}"
+    return str(run.state) if run.stopping is None else f"{run.state}, and asked to stop"
+
+
+def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
+    facts = [
+        ("why", None if run.problem is None else " ".join(run.problem.split())),
+        ("asked to stop", run.stopping),
+        ("step", _progress(run)),
+        ("loss", _number(run.metrics.get("train/loss"), ".4f")),
+        ("evaluation", _evaluation(run)),
+        ("tokens/s", _number(run.tokens_per_s, ",.0f")),
+        ("time left", None if run.eta_s is None else duration(run.eta_s)),
+        ("checkpoint", _checkpoint(run, now)),
+        *((f"restart {n}", _restart(each)) for n, each in enumerate(run.restarts, start=1)),
+        ("driver", str(run.driver) if run.driver and run.state is State.RUNNING else None),
+        *((f"rank {worker.rank}", _worker(worker)) for worker in run.workers),
+        ("MLflow run", _tracking(run)),
+        ("last sign", None if run.time is None else f"{duration(now - run.time)} ago"),
+        *(("note", note) for note in run.notes),
+    ]
+    yield from ((label, value) for label, value in facts if value is not None)
+
+
+def _evaluation(run: RunState) -> str | None:
+    values = [f"{k.partition('/')[2]} {v:.4f}" for k, v in run.evaluation.items() if "/" in k]
+    return f"{', '.join(values)} at step {run.evaluation['step']:.0f}" if values else None
+
+
+def _restart(restart: Restart) -> str:
+    at = "" if restart.time is None else f"{_clock(restart.time)}, "
+    return f"{at}after step {restart.step}: {restart.cause}"
+
+
+def _tracking(run: RunState) -> str | None:
+    if not run.tracking:
+        return None
+    told = str(run.tracking["run_id"] or "not reached yet")
+    problem = run.tracking["problem"]
+    return f"{told}; not all is told: {problem}" if problem else told
+
+
+def _progress(run: RunState) -> str:
+    if not run.num_steps:
+        return str(run.step)
+    return f"{run.step} of {run.num_steps} ({100 * run.step / run.num_steps:.1f} %)"
+
+
+def _checkpoint(run: RunState, now: float) -> str:
+    if run.checkpoint is None:
+        return "none yet"
+    return f"step {run.checkpoint.step}, {duration(now - run.checkpoint.created)} ago"
+
+
+def _worker(worker: Worker) -> str:
+    text = f"process {worker.pid} on {worker.host}"
+    if worker.step is not None:
+        text += f", step {worker.step}, {worker.phase}"
+    if worker.silent_s is not None and worker.silent_s >= _MINUTE_S:
+        text += f", no progress for {duration(worker.silent_s)}"
+    return text
+
+
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def _clock(unix_time: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))

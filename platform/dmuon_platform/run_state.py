@@ -1,0 +1,327 @@
+"""How a run stands, from the files in its folder alone: whoever sees the storage can tell.
+
+Nothing here needs torch or Ray, starts or changes anything, or trusts a file to be whole.
+"""
+
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dmuon_platform.driver_lease import Driver
+from dmuon_platform.durable_file import read_object
+from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError, SpecError
+from dmuon_platform.events import Journal
+from dmuon_platform.heartbeat import Heartbeats
+from dmuon_platform.line_file import LineFile
+from dmuon_platform.run_folder import JOB_FILE
+from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spool import METRICS_FILE
+from dmuon_platform.stop_request import StopFile
+from dmuon_platform.tracking_files import TrackingFiles
+
+RUNNING = 3
+"""Exit code of ``dmuon status`` for a run that goes on."""
+
+RECENT_STEPS = 200
+"""Over which the speed is taken."""
+
+FURTHEST_LINES = 20_000
+"""How far back an evaluation is looked for."""
+
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+Content = Mapping[str, Any]
+
+
+class State(StrEnum):
+    """What a run is doing, or how it ended."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """On request, after a checkpoint."""
+    INTERRUPTED = "interrupted"
+    """Its driver is gone without a word: killed, or the machine."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The newest checkpoint that was committed; its bytes are not looked at."""
+
+    step: int
+    path: Path
+    created: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One time that the run was started again by itself."""
+
+    time: float | None
+    step: int | None
+    cause: str
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process that trains, as it last said."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int | None = None
+    phase: str | None = None
+    silent_s: float | None = None
+    """Seconds since it came forward."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How a run stands.
+
+    Attributes:
+        exit_code: What ``dmuon status`` ends with.
+        step: Optimizer steps done.
+        num_steps: Of the whole run; None when its job cannot be read.
+        metrics: Of the newest step.
+        evaluation: The newest evaluation and its step.
+        tokens_per_s: Median of the recent steps.
+        eta_s: Seconds to the last step at the recent pace; None unless it is running.
+        time: Unix time of the newest step or event.
+        problem: Why it ended, unless it finished.
+        stopping: What it was asked to stop for, if it was.
+        notes: What is damaged or missing in the folder.
+    """
+
+    name: str
+    folder: Path
+    state: State
+    exit_code: int
+    step: int
+    num_steps: int | None
+    metrics: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    tokens_per_s: float | None
+    eta_s: float | None
+    time: float | None
+    workers: Sequence[Worker]
+    checkpoint: SavedCheckpoint | None
+    restarts: Sequence[Restart]
+    driver: Driver | None = None
+    problem: str | None = None
+    stopping: str | None = None
+    tracking: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def read_run(folder: Path, now: float | None = None) -> RunState:
+    """Read how a run stands.
+
+    Args:
+        folder: Of the run.
+        now: Unix time to reckon ages from; by default the present.
+    """
+    with warnings.catch_warnings(record=True) as caught:  # damaged lines are told as notes
+        warnings.simplefilter("always")
+        return _read(folder, time.time() if now is None else now, caught)
+
+
+def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -> RunState:
+    spec, complaint = _job_of(folder)
+    events = sound_events(Journal(folder).read())
+    driver = Driver.read(folder)
+    is_alive = driver is not None and driver.is_alive(folder)
+    state, exit_code, problem = _ending(events, is_alive, spec)
+    steps = _recent_steps(folder)
+    started = _last(events, "training_started")
+    pace = _Pace.of(steps, since=number(started, "time"))
+    step = _step_of(events, steps)
+    num_steps = None if spec is None else spec.num_steps
+    is_running = state is State.RUNNING
+    request = StopFile(folder).read(driver.launch) if driver and is_running else None
+    newest = [number(each, "time") for each in (*events[-1:], *steps[:1])]
+    return RunState(
+        name=folder.name,
+        folder=folder,
+        state=state,
+        exit_code=exit_code,
+        step=step,
+        num_steps=num_steps,
+        metrics=_metrics(next((one for one in steps if _metrics(one)), {})),
+        evaluation=_evaluation(folder),
+        tokens_per_s=pace.tokens_per_s,
+        eta_s=pace.left_s(step, num_steps) if is_running else None,
+        time=max((when for when in newest if when is not None), default=None),
+        workers=_workers(folder, started, now) if is_running else (),
+        checkpoint=_newest_checkpoint(folder),
+        restarts=[_restart(event) for event in events if event["kind"] == "restarted"],
+        driver=driver,
+        problem=problem,
+        stopping=None if request is None else f"{request.reason} (by {request.by})",
+        tracking=_tracking(folder),
+        notes=[*([complaint] if complaint else []), *(str(each.message) for each in caught)],
+    )
+
+
+def sound_events(events: Sequence[Content]) -> list[Content]:
+    """Return the events that say what they are; a damaged journal may have others."""
+    return [event for event in events if isinstance(event.get("kind"), str)]
+
+
+def number(content: Content | None, key: str) -> float | None:
+    """Return a number in plain data, None where there is none."""
+    value = None if content is None else content.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else None
+
+
+def _whole(content: Content | None, key: str) -> int | None:
+    value = number(content, key)
+    return None if value is None else int(value)
+
+
+def _job_of(folder: Path) -> tuple[JobSpec | None, str | None]:
+    """Return the recorded job, or what is wrong with it."""
+    try:
+        return load_job(folder / JOB_FILE), None
+    except (SpecError, OSError, ValueError) as error:
+        first, _, _ = str(error).partition("\n")
+        return None, f"{JOB_FILE} cannot be read, so the number of steps is unknown: {first}"
+
+
+def _last(events: Sequence[Content], *kinds: str) -> Content | None:
+    return next((event for event in reversed(events) if event["kind"] in kinds), None)
+
+
+def _ending(
+    events: Sequence[Content], is_alive: bool, spec: JobSpec | None
+) -> tuple[State, int, str | None]:
+    """Return the state, the exit code, and why it ended if it should not have."""
+    last = _last(events, "launched", "ended", "finished")
+    if is_alive:
+        return State.RUNNING, RUNNING, None
+    if last is None or last["kind"] == "launched":
+        return State.INTERRUPTED, GracefulStop.exit_code, "its driver is gone without a word"
+    code = 0 if last["kind"] == "finished" else _whole(last, "exit_code")
+    if code == 0:
+        return _finished(events, spec)
+    return _unfinished(code, str(last.get("problem", "")))
+
+
+def _unfinished(code: int | None, problem: str) -> tuple[State, int, str]:
+    if code in (GracefulStop.exit_code, INTERRUPTED):
+        return State.STOPPED, GracefulStop.exit_code, problem
+    return State.FAILED, PlatformError.exit_code if code is None else code, problem
+
+
+def _finished(events: Sequence[Content], spec: JobSpec | None) -> tuple[State, int, str | None]:
+    steps = _whole(_last(events, "finished"), "steps")
+    if spec is None or steps is None or steps >= spec.num_steps:
+        return State.FINISHED, 0, None
+    problem = f"it finished {steps} steps, and its job now has {spec.num_steps}"
+    return State.STOPPED, GracefulStop.exit_code, problem
+
+
+def _recent_steps(folder: Path) -> list[Content]:
+    """Return the newest lines of the metrics, newest first, repeated steps among them."""
+    lines = LineFile(folder / METRICS_FILE).newest_first()
+    return [line for line in islice(lines, RECENT_STEPS) if number(line, "step") is not None]
+
+
+def _step_of(events: Sequence[Content], steps: Sequence[Content]) -> int:
+    """Return the steps done: of the newest line, unless an attempt went back since."""
+    done = _whole(steps[0], "step") if steps else 0
+    started = _last(events, "training_started")
+    since, written = number(started, "time"), number(steps[0], "time") if steps else None
+    if since is not None and (written is None or written < since):
+        done = _whole(started, "step")
+    return done or 0
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How fast the present attempt is."""
+
+    tokens_per_s: float | None
+    s_per_step: float | None
+
+    @classmethod
+    def of(cls, steps: Sequence[Content], since: float | None) -> "_Pace":
+        times = [(s["step"], when) for s in steps if (when := number(s, "time")) is not None]
+        mine = [(step, when) for step, when in times if since is None or when >= since]
+        s_per_step = None
+        if len(mine) > 1 and mine[0][0] > mine[-1][0]:
+            s_per_step = (mine[0][1] - mine[-1][1]) / (mine[0][0] - mine[-1][0])
+        speeds = [v for s in steps if (v := _metrics(s).get("speed/tokens_per_s")) is not None]
+        return cls(median(speeds) if speeds else None, s_per_step)
+
+    def left_s(self, step: int, num_steps: int | None) -> float | None:
+        if self.s_per_step is None or num_steps is None:
+            return None
+        return max(0.0, self.s_per_step * (num_steps - step))
+
+
+def _metrics(line: Content) -> dict[str, float]:
+    metrics = line.get("metrics")
+    if not isinstance(metrics, dict):
+        return {}
+    return {key: value for key in metrics if (value := number(metrics, key)) is not None}
+
+
+def _evaluation(folder: Path) -> dict[str, float]:
+    lines = LineFile(folder / METRICS_FILE).newest_first()
+    for line in islice(lines, FURTHEST_LINES):
+        found = {k: v for k, v in _metrics(line).items() if k.startswith("evaluation/")}
+        step = number(line, "step")
+        if found and step is not None:
+            return {"step": step, **found}
+    return {}
+
+
+def _workers(folder: Path, started: Content | None, now: float) -> list[Worker]:
+    beats = Heartbeats(folder).read()
+    if beats and beats[0].attempt >= (_whole(started, "attempt") or 0):
+        return [
+            Worker(b.rank, b.host, b.pid, b.step, str(b.phase), max(0.0, now - b.progress))
+            for b in beats
+        ]
+    told = (started or {}).get("workers")
+    workers = told if isinstance(told, list) else []
+    return [
+        Worker(rank, str(each.get("host")), _whole(each, "pid") or 0)
+        for rank, each in enumerate(workers)
+        if isinstance(each, dict)
+    ]
+
+
+def _restart(event: Content) -> Restart:
+    cause = str(event.get("cause", "unknown"))
+    return Restart(number(event, "time"), _whole(event, "step"), cause)
+
+
+def _newest_checkpoint(folder: Path) -> SavedCheckpoint | None:
+    found: list[tuple[int, Path]] = []
+    with_names = (folder / "checkpoints").glob("step-*")
+    found = [(int(m[1]), path) for path in with_names if (m := _CHECKPOINT.fullmatch(path.name))]
+    for step, path in sorted(found, reverse=True):
+        manifest = read_object(path / "manifest.json")
+        created = number(manifest, "created")
+        if created is not None:
+            return SavedCheckpoint(step, path, created)
+    return None
+
+
+def _tracking(folder: Path) -> dict[str, Any]:
+    delivered = TrackingFiles(folder).delivered()
+    if not delivered.uri:
+        return {}
+    return {"uri": delivered.uri, "run_id": delivered.run_id, "problem": delivered.problem}

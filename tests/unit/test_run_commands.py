@@ -1,0 +1,265 @@
+"""`dmuon status | logs | stop | resume | runs`: what they tell of whole and of torn files."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from dmuon_platform import cli, launch
+from dmuon_platform.events import Journal
+from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
+from dmuon_platform.line_file import LineFile
+from dmuon_platform.remote_jobs import verdict
+from dmuon_platform.run_report import plain, report
+from dmuon_platform.run_state import State, read_run
+from dmuon_platform.spec import JobSpec
+from dmuon_platform.spool import MetricsSpool
+from ray.job_submission import JobStatus
+from small_job import small
+
+STEPS = 40
+
+
+def leave_run(storage: Path, name: str = "mine", steps: int = STEPS) -> Path:
+    """Leave the files of a run that trained from the start, was killed, and went on."""
+    spec = JobSpec.model_validate(small(name=name, storage=str(storage), train__steps=steps))
+    spec.run_dir.mkdir(parents=True)
+    (spec.run_dir / "job.toml").write_text(spec.to_toml())
+    journal, spool = Journal(spec.run_dir), MetricsSpool(spec.run_dir)
+    journal.append("launched", host="far", pid=7)
+    workers = [{"host": "far", "pid": 8}, {"host": "far", "pid": 9}]
+    journal.append("training_started", attempt=1, step=0, workers=workers)
+    for step in range(1, 31):
+        metrics = {"train/loss": 1 / step, "speed/tokens_per_s": 100.0 + step}
+        if step % 10 == 0:
+            metrics["evaluation/loss"] = 2 / step
+            manifest = spec.run_dir / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+            manifest.parent.mkdir(parents=True)
+            manifest.write_text(json.dumps({"created": time.time()}))
+            journal.append("checkpoint_saved", attempt=1, step=step)
+        spool.append(step, metrics, time.time())
+    journal.append("restarted", attempt=1, step=30, cause="rank 1 died", details="line 1\nline 2")
+    return spec.run_dir
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.stop_request import StopFile
+folder = Path(sys.argv[1])
+with DriverLease(folder) as lease:
+    print("on", flush=True)
+    while (request := StopFile(folder).read(lease.launch)) is None:
+        time.sleep(0.05)
+print(request.reason)
+"""
+
+
+@contextmanager
+def driver_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the run, until it is asked to stop."""
+    command = [sys.executable, "-c", DRIVER, str(folder)]
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == "on\n"
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+
+
+def dmuon(*arguments: object) -> int:
+    return cli.main([str(each) for each in arguments])
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "code"),
+    [
+        ([("finished", {"steps": STEPS}), ("ended", {"exit_code": 0})], State.FINISHED, 0),
+        ([("finished", {"steps": STEPS})], State.FINISHED, 0),
+        ([("finished", {"steps": 30}), ("ended", {"exit_code": 0})], State.STOPPED, 75),
+        ([("finished", {"steps": 30}), ("launched", {})], State.INTERRUPTED, 75),
+        ([("ended", {"exit_code": 75, "problem": "asked"})], State.STOPPED, 75),
+        ([("ended", {"exit_code": 130, "problem": "Ctrl-C"})], State.STOPPED, 75),
+        ([("ended", {"exit_code": 86, "problem": "NaN"})], State.FAILED, 86),
+        ([("ended", {"exit_code": 1, "problem": "gave up"})], State.FAILED, 1),
+        ([("ended", {"exit_code": "one"})], State.FAILED, 1),
+        ([], State.INTERRUPTED, 75),
+    ],
+)
+def test_every_end_has_its_state_and_an_exit_code_for_a_scheduler(tmp_path, events, state, code):
+    folder = leave_run(tmp_path)
+    for kind, facts in events:
+        Journal(folder).append(kind, **facts)
+    assert read_run(folder).state is state
+    assert dmuon("status", "mine", "--storage", tmp_path) == code
+
+
+def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    Journal(folder).append("training_started", attempt=2, step=30, workers=[])
+    beat = Heartbeat(2, 0, "far", 11, 31, Phase.DATA, time.time() - 100, time.time())
+    Heartbeats(folder).write(beat)
+    with driver_of(folder) as driver:
+        assert dmuon("status", folder, "--json") == 3
+        told = json.loads(capsys.readouterr().out)
+        assert told["state"] == "running"
+        assert told["driver"]["pid"] == driver.pid
+        assert [worker["pid"] for worker in told["workers"]] == [11]
+        assert dmuon("status", folder) == 3
+        assert "rank 0      process 11 on far, step 31, data, no progress for 1 min" in (
+            capsys.readouterr().out
+        )
+        driver.kill()
+        driver.wait()
+        assert read_run(folder).state is State.INTERRUPTED
+        assert dmuon("stop", folder) == 0
+        assert not (folder / "stop.json").exists()  # the next launch must not find it
+    with driver_of(folder) as driver:
+        assert dmuon("stop", folder, "--wait", "--reason", "a talk at noon") == 0
+        assert driver.communicate()[0] == "a talk at noon\n"
+    assert "has ended: interrupted" in capsys.readouterr().out  # this driver notes nothing
+
+
+def test_status_tells_the_newest_of_everything(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    assert dmuon("status", "mine", "--storage", tmp_path, "--json") == 75
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["num_steps"], told["loss"]) == (30, STEPS, 1 / 30)
+    assert told["evaluation"] == {"step": 30, "evaluation/loss": 2 / 30}
+    assert told["tokens_per_s"] == 115.5
+    assert told["checkpoint"]["step"] == 30
+    assert [(each["step"], each["cause"]) for each in told["restarts"]] == [(30, "rank 1 died")]
+    Journal(folder).append("training_started", attempt=2, step=20, workers=[])
+    assert read_run(folder).step == 20  # it went back, and has not repeated a step yet
+    MetricsSpool(folder).append(21, {"train/loss": 1 / 21}, time.time())
+    assert read_run(folder).step == 21
+
+
+def test_logs_tell_the_journal_and_what_workers_said(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    Journal(folder).append("of_another_version", answer=42, plan={"left": "out"})
+    assert dmuon("logs", "mine", "--storage", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    texts = [line.partition("  ")[2] for line in lines]
+    assert texts[:2] == ["launched: process 7 on far", "2 workers train from step 0"]
+    assert texts[-4:-1] == ["started again after step 30: rank 1 died", "  line 1", "  line 2"]
+    assert texts[-1] == "of another version answer=42"
+
+
+def test_runs_lists_every_run_and_nothing_else(tmp_path, capsys):
+    leave_run(tmp_path, "a")
+    leave_run(tmp_path, "b")
+    (tmp_path / "data").mkdir()
+    assert dmuon("runs", "--storage", tmp_path) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in table[1:]] == [
+        ["a", "interrupted", "30/40"],
+        ["b", "interrupted", "30/40"],
+    ]
+    assert dmuon("status", "c", "--storage", tmp_path) == 66
+    assert "It has a, b." in capsys.readouterr().err
+
+
+def test_resume_launches_the_recorded_job_where_its_folder_is_now(tmp_path, monkeypatch):
+    launched: list[JobSpec] = []
+    monkeypatch.setattr(launch, "run_job", launched.append)
+    leave_run(tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "now")
+    assert dmuon("resume", "mine", "--storage", tmp_path / "now", "--set", "train.steps=50") == 0
+    (job,) = launched
+    assert (job.run_dir, job.num_steps) == (tmp_path / "now" / "mine", 50)
+
+
+@pytest.mark.parametrize(
+    ("ray", "told"),
+    [
+        (("PENDING", None), (State.RUNNING, 3)),
+        (("RUNNING", None), (State.RUNNING, 3)),
+        (("SUCCEEDED", 0), (State.FINISHED, 0)),
+        (("STOPPED", None), (State.STOPPED, 75)),
+        (("FAILED", 75), (State.STOPPED, 75)),
+        (("FAILED", 130), (State.STOPPED, 75)),
+        (("FAILED", 86), (State.FAILED, 86)),
+        (("FAILED", -9), (State.INTERRUPTED, 75)),
+        (("FAILED", 137), (State.INTERRUPTED, 75)),
+        (("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), (State.INTERRUPTED, 75)),
+        (("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE"), (State.FAILED, 1)),
+    ],
+)
+def test_a_remote_job_is_told_like_a_run_in_a_folder(ray, told):
+    status, *rest = ray
+    assert verdict(JobStatus(status), *rest) == told
+
+
+@pytest.mark.parametrize("action", ["status", "logs", "stop", "runs"])
+def test_looking_at_runs_needs_neither_torch_nor_ray(tmp_path, action):
+    leave_run(tmp_path)
+    arguments = [action, *(["mine"] if action != "runs" else []), "--storage", str(tmp_path)]
+    program = (
+        "import sys; from dmuon_platform.cli import main; main(sys.argv[1:])\n"
+        "assert not {'torch', 'ray', 'mlflow', 'numpy', 'rich'} & set(sys.modules), 'slow'"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    with driver_of(folder):
+        pass
+    Heartbeats(folder).write(Heartbeat(1, 0, "far", 11, 31, Phase.DATA, 1.0, 1.0))
+    (folder / "tracking").mkdir()
+    (folder / "tracking" / "delivered.json").write_text('{"uri": "x", "run_id": "y"}')
+    (folder / "stop.json").write_text('{"launch": 1}')
+    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    whole = {path: path.read_bytes() for path in files}
+    assert len(whole) > 8
+    chance = random.Random(0)
+    for path, content in whole.items():
+        for _ in range(25):
+            cut = content[: chance.randrange(len(content))]
+            flipped = bytearray(content)
+            for _ in range(chance.randrange(1, 5)):
+                flipped[chance.randrange(len(content))] = chance.choice(b'\x00\xff"{}[]9n\n')
+            path.write_bytes(cut if chance.random() < 0.5 else bytes(flipped))
+            run = read_run(folder)
+            report(run, time.time())
+            json.dumps(plain(run, time.time()), allow_nan=False)
+            assert dmuon("logs", folder) == 0
+        path.write_bytes(content)
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    for path in files:
+        path.unlink()
+    assert dmuon("status", folder) == 66
+
+
+def test_a_recorded_job_that_cannot_be_read_is_named_by_resume(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    (folder / "job.toml").write_text("[model")
+    assert dmuon("resume", folder) == 78
+    assert "job.toml" in capsys.readouterr().err
+
+
+def test_the_newest_lines_come_first_over_any_block_size(tmp_path, monkeypatch):
+    file = LineFile(tmp_path / "lines.jsonl")
+    for number in range(20):
+        file.append({"number": number, "text": "é" * number})
+    with file.path.open("ab") as torn:
+        torn.write(b'nothing\n[1]\n\n{"number": 99')
+    forwards = [line.content for line in file.lines()]
+    for size in (1, 7, 64, 4096):
+        monkeypatch.setattr("dmuon_platform.line_file.SCAN_BYTES", size)
+        assert list(file.newest_first()) == forwards[::-1]
