@@ -9,6 +9,8 @@ from typing import Any
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from dmuon_platform.errors import GracefulStop
+from dmuon_platform.pulse import catch_sigterm
 from dmuon_platform.saving import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.store import CheckpointStore
@@ -28,13 +30,19 @@ class Attempts:
     """Starts attempts with rising numbers and watches each from the driver's main thread."""
 
     def __init__(
-        self, spec: JobSpec, dataset: Path, facts: dict[str, Any], watch: Callable[[], None]
+        self,
+        spec: JobSpec,
+        dataset: Path,
+        facts: dict[str, Any],
+        launch: str,
+        watch: Callable[[], None],
     ) -> None:
         self._spec = spec
         self._config = {
             "spec": spec.model_dump(mode="json"),
             "dataset": str(dataset),
             "facts": facts,
+            "launch": launch,
         }
         self._watch = watch
 
@@ -47,7 +55,7 @@ class Attempts:
 
         def fit() -> None:
             try:
-                outcome.append(trainer.fit().return_value)
+                outcome.append(_outcome_of(trainer.fit().return_value))
             except Exception as error:  # the supervisor sorts them
                 outcome.append(cause_of(error))
 
@@ -60,6 +68,28 @@ class Attempts:
         return attempt, outcome[0]
 
 
+def _outcome_of(result: dict[str, Any]) -> dict[str, Any] | Cause:
+    stopped = result.get("stopped")
+    if stopped is None:
+        return result
+    text = f"Stopped after step {stopped['step']}: {stopped['reason']}. Run it again to go on."
+    return Cause(text, "", final=GracefulStop(text))
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray's torch backend, whose workers take SIGTERM for a request to stop."""
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_training_start(worker_group, backend_config)
+        worker_group.execute(catch_sigterm)  # in their main threads, where signals arrive
+
+
+class _TorchConfig(TorchConfig):  # type: ignore[misc]
+    @property
+    def backend_cls(self) -> type:
+        return _Backend
+
+
 def _trainer(spec: JobSpec, config: dict[str, Any]) -> TorchTrainer:
     fewest, most = spec.resources.bounds
     resources = {"CPU": spec.resources.cpus_per_worker}
@@ -68,7 +98,7 @@ def _trainer(spec: JobSpec, config: dict[str, Any]) -> TorchTrainer:
     return TorchTrainer(
         train_worker,
         train_loop_config=config,
-        torch_config=TorchConfig(timeout_s=spec.faults.timeout_s),
+        torch_config=_TorchConfig(timeout_s=spec.faults.timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=most if fewest == most else (fewest, most),
             use_gpu=spec.resources.gpus_per_worker > 0,

@@ -18,7 +18,7 @@ STACKS_FOLDER = "stacks"
 
 
 class Phase(StrEnum):
-    """What a rank is at, in the order of a step."""
+    """What a rank is at."""
 
     START = "start"
     """Building the model and its mesh, restoring, up to the end of the first step."""
@@ -47,6 +47,8 @@ class Heartbeat:
         pid: Its process there.
         step: Optimizer steps done.
         phase: What it is at.
+        count: How often it has come forward in this attempt. All ranks do the same in the same
+            order, so the one with the fewest is the one that the others wait for.
         progress: Unix time at which it last came forward: a phase, a micro-batch.
         time: Unix time of this beat, by the clock of its machine.
         is_stuck: Whether it takes itself for stuck, and is about to end for that.
@@ -58,6 +60,7 @@ class Heartbeat:
     pid: int
     step: int
     phase: Phase
+    count: int
     progress: float
     time: float
     is_stuck: bool = False

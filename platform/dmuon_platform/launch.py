@@ -1,5 +1,6 @@
 """From a job to a finished, tracked and registered model: what the driver does, in order."""
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from dmuon_platform.data import (
     prepare_dataset,
     tokenizer_files,
 )
+from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.events import Journal
@@ -26,6 +28,7 @@ from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.stop_request import StopFile
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, supervise
@@ -33,6 +36,9 @@ from dmuon_platform.tracking import Tracker, deliver_pending, git_state
 
 DATA_FOLDER = "data"
 """Prepared datasets lie beside the runs, since runs share them."""
+
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set by Ray inside a submitted job: JSON, with its submission id below ``metadata``."""
 
 
 def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
@@ -56,17 +62,24 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         return summary
     cluster.check_address(spec)
     _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
-    with _written_down(journal), cluster.connected(spec):
+    lease = DriverLease(spec.run_dir, spec.resources.address, _ray_job())
+    with lease, _written_down(journal), cluster.connected(spec):
+        StopFile(spec.run_dir).remove()  # an earlier launch was meant
         info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)
         preflight.record_job(spec)
         with Tracker(spec, _facts(spec, info)) as tracker:
-            trained = _train(spec, info, journal, console)
+            trained = _train(spec, info, journal, lease.launch, console)
             summary = _conclude(spec, info, journal, trained)
             delivery = tracker.finish("FINISHED")
     summary = summary.delivered(delivery, spec.export.alias)
     _say(console, summary.text())
     return summary
+
+
+def _ray_job() -> str | None:
+    job = json.loads(os.environ.get(RAY_JOB) or "{}")
+    return job.get("metadata", {}).get("job_submission_id")
 
 
 @contextmanager
@@ -89,7 +102,9 @@ def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
     return {"git": git_state(Path.cwd()), "dataset": {"name": name, **vars(info)}}
 
 
-def _train(spec: JobSpec, info: DatasetInfo, journal: Journal, console: Console) -> dict[str, Any]:
+def _train(
+    spec: JobSpec, info: DatasetInfo, journal: Journal, launch: str, console: Console
+) -> dict[str, Any]:
     """Train to the last step, over as many attempts as it takes; return the ``trained`` event."""
     trained = journal.last("trained")
     if trained is not None and trained["step"] >= spec.num_steps:
@@ -108,7 +123,7 @@ def _train(spec: JobSpec, info: DatasetInfo, journal: Journal, console: Console)
 
     facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
     with ProgressView(spec, console) as view:
-        attempts = Attempts(spec, Path(info.folder), facts, view.refresh)
+        attempts = Attempts(spec, Path(info.folder), facts, launch, view.refresh)
         supervise(attempts.run, lambda: view.step, spec.faults.max_failures, note)
     trained = journal.last("trained")
     if trained is None:

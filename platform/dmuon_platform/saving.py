@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from ray.train import CheckpointUploadMode
 import dmuon
 from dmuon_platform.errors import Diverged, PlatformError, SpecError
 from dmuon_platform.events import Journal
+from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import hf_config
 from dmuon_platform.place import Place
 from dmuon_platform.spec import JobSpec
@@ -51,11 +52,19 @@ class Saving:
     committed, which all ranks do together in `settle`.
     """
 
-    def __init__(self, spec: JobSpec, place: Place, attempt: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        place: Place,
+        attempt: int,
+        facts: Mapping[str, Any],
+        on_progress: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
         self._spec = spec
         self._place = place
         self._attempt = attempt
         self._facts = dict(facts)
+        self._on_progress = on_progress
         self._journal = Journal(spec.run_dir)
         self._store = CheckpointStore(spec.run_dir, self._on_damage)
         self._pending: _Pending | None = None
@@ -65,6 +74,12 @@ class Saving:
     def is_written(self) -> bool:
         """Whether this rank waits for nothing but `settle`. Local."""
         return self._pending is not None and self._pending.handle.done
+
+    @property
+    def newest_step(self) -> int | None:
+        """Steps done at the newest checkpoint that is whole; None on other ranks than the first."""
+        newest = self._store.verified
+        return None if newest is None else newest.step
 
     def restore(self, training: Training) -> int:
         """Load the newest checkpoint that is whole and return its step, 0 without one. Collective.
@@ -100,6 +115,7 @@ class Saving:
             Diverged: A weight is not finite; on all ranks.
             StaleAttempt: A newer attempt has taken the run over; on rank 0.
         """
+        self._on_progress(Phase.SAVE)
         self.settle()
         check_finite(step, dmuon.nonfinite_weights(training.model))
         begun = self._place.from_first(
@@ -129,6 +145,7 @@ class Saving:
         if pending is None:
             return
         step = pending.step
+        self._on_progress(Phase.SAVE)
         try:
             pending.handle.wait()
         except dmuon.CheckpointError as error:  # on all ranks alike

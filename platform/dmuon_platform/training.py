@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -14,6 +14,7 @@ import dmuon
 from dmuon_platform.data import Dataset
 from dmuon_platform.errors import Diverged
 from dmuon_platform.evaluation import bits_per_byte
+from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import next_token_loss
 from dmuon_platform.place import Place
 from dmuon_platform.schedule import lr_multiplier
@@ -31,6 +32,15 @@ class Training:
 
     Attributes:
         all_ready: Whether every rank was ``ready`` in the last step; equal on all ranks.
+        any_stop: Whether some rank wanted to ``stop`` in the last step; equal on all ranks.
+
+    Args:
+        spec: The job.
+        place: This rank's.
+        model: Spread over the mesh.
+        optimizer: Of it.
+        dataset: Prepared.
+        on_progress: Told of every phase of a step, and in it of every micro-batch.
     """
 
     def __init__(
@@ -40,6 +50,7 @@ class Training:
         model: nn.Module,
         optimizer: "dmuon.Muon",
         dataset: Dataset,
+        on_progress: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self.spec = spec
         self.place = place
@@ -47,15 +58,18 @@ class Training:
         self.optimizer = optimizer
         self.dataset = dataset
         self.all_ready = False
+        self.any_stop = False
+        self._on_progress = on_progress
         self.num_micro_steps = spec.accumulation(place.world_size)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
-    def step(self, step: int, *, ready: bool = False) -> dict[str, float]:
+    def step(self, step: int, *, ready: bool = False, stop: bool = False) -> dict[str, float]:
         """Do step number ``step``, counted from 0, and return its metrics. Collective.
 
         Args:
             step: Its number.
             ready: Told to the other ranks with the loss, for `all_ready`.
+            stop: The same for `any_stop`.
 
         Raises:
             Diverged: The loss or the gradient is not finite, on all ranks and before any weight
@@ -65,10 +79,12 @@ class Training:
         self._set_learning_rate(step)
         torch.manual_seed(_fold(self.spec.train.seed, step, self.place.rank))
         with clock.span("data"):
+            self._on_progress(Phase.DATA)
             tokens = self._tokens(step)
         with clock.span("forward_backward"):
-            loss = self._forward_backward(tokens, ready)
+            loss = self._forward_backward(tokens, ready, stop)
         with clock.span("optimizer"):
+            self._on_progress(Phase.OPTIMIZER)
             norm = self._clip()
             self._check_finite(step, loss, norm)
             self.optimizer.step()
@@ -93,6 +109,7 @@ class Training:
         with torch.no_grad():
             # All ranks do as many forwards: each one is a collective.
             for index in range(math.ceil(math.ceil(len(rows) / self.place.world_size) / size)):
+                self._on_progress(Phase.EVALUATE)
                 chosen = mine[index * size : (index + 1) * size]
                 loss = next_token_loss(self.model, self._held_out(chosen or [0]))
                 total += loss.item() * len(chosen)
@@ -105,17 +122,19 @@ class Training:
             "evaluation/bits_per_byte": bits_per_byte(mean, self.dataset.info),
         }
 
-    def _forward_backward(self, tokens: list[Tensor], ready: bool) -> float:
+    def _forward_backward(self, tokens: list[Tensor], ready: bool, stop: bool) -> float:
         """Add up the mean gradient of the global batch; return its mean loss over all ranks."""
         total = 0.0
         for index, tokens_BT in enumerate(tokens):
+            self._on_progress(Phase.COMPUTE)
             is_last = index == self.num_micro_steps - 1
             with nullcontext() if is_last else dmuon.no_sync(self.model):
                 loss = next_token_loss(self.model, tokens_BT)
                 (loss / self.num_micro_steps).backward()
             total += loss.item()
-        total, num_ready = self._sum_over_ranks(total, float(ready))
+        total, num_ready, num_stops = self._sum_over_ranks(total, float(ready), float(stop))
         self.all_ready = num_ready == self.place.world_size
+        self.any_stop = num_stops > 0
         return total / (self.num_micro_steps * self.place.world_size)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:

@@ -1,19 +1,19 @@
 """What every worker runs: read this file first to see how a training goes."""
 
-import os
-import socket
-import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dmuon_platform.assembly import assemble
 from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import Diverged
-from dmuon_platform.events import Journal
+from dmuon_platform.heartbeat import Phase
 from dmuon_platform.place import Place
+from dmuon_platform.pulse import Pulse
+from dmuon_platform.record import Record
 from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.stop_request import StopRequest
 from dmuon_platform.training import Training
 
 
@@ -22,31 +22,43 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         config: Plain data from the driver: the ``spec``, the ``dataset`` folder, the ``attempt``
-            number, and ``facts`` that every checkpoint records.
+            number, the ``launch`` it belongs to, and ``facts`` that every checkpoint records.
 
     Returns:
-        What the finished training is known by: steps, weights' digest, last evaluation.
+        What the training is known by, once it is at its end or somebody wanted it to stop.
     """
     spec = JobSpec.model_validate(config["spec"])
     place = Place.take(spec)
-    model, optimizer, plan = assemble(spec, place)
-    training = Training(spec, place, model, optimizer, open_dataset(Path(config["dataset"])))
-    saving = Saving(spec, place, config["attempt"], config["facts"])
-    record = _Record(spec, place, config["attempt"])
+    with Pulse(spec.run_dir, spec.faults, place, config["attempt"], config["launch"]) as pulse:
+        model, optimizer, plan = assemble(spec, place)
+        dataset = open_dataset(Path(config["dataset"]))
+        training = Training(spec, place, model, optimizer, dataset, pulse.at)
+        saving = Saving(spec, place, config["attempt"], config["facts"], pulse.at)
+        record = Record(spec, place, config["attempt"])
+        return train(spec, training, saving, pulse, record, plan)
 
+
+def train(
+    spec: JobSpec, training: Training, saving: Saving, pulse: Pulse, record: Record, plan: Any
+) -> dict[str, Any]:
+    """Go on from the newest checkpoint, to the last step or to a request to stop. Collective."""
     step = saving.restore(training)
     metrics: dict[str, float] = {}
     record.started(step, plan)
     while step < spec.num_steps:
-        metrics = next_step(training, saving, step)
+        pulse.at(Phase.DATA, step)
+        metrics = next_step(training, saving, step, stop=pulse.should_stop)
         step += 1
         is_last = step == spec.num_steps
         if is_last or _is_due(step, spec.evaluation.every):
             metrics |= training.evaluate()
         record.step(step, metrics)
-        if is_last or _is_due(step, spec.checkpoint.every):
+        if is_last or training.any_stop or _is_due(step, spec.checkpoint.every):
             saving.save(training, step, metrics)
+        if training.any_stop and not is_last:
+            return stop(step, saving, record, pulse.agree())
     saving.finish()
+    pulse.at(Phase.END)
 
     result = {
         "step": step,
@@ -57,10 +69,12 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def next_step(training: Training, saving: Saving, step: int) -> dict[str, float]:
+def next_step(
+    training: Training, saving: Saving, step: int, *, stop: bool = False
+) -> dict[str, float]:
     """Do one step; commit the checkpoint beside it once every rank has written it. Collective."""
     try:
-        metrics = training.step(step, ready=saving.is_written)
+        metrics = training.step(step, ready=saving.is_written, stop=stop)
     except Diverged:  # on all ranks; what was saved before is good
         saving.settle()
         raise
@@ -69,35 +83,17 @@ def next_step(training: Training, saving: Saving, step: int) -> dict[str, float]
     return metrics
 
 
+def stop(step: int, saving: Saving, record: Record, request: StopRequest) -> dict[str, Any]:
+    """End for a request, with what could be saved; return what it was. Collective."""
+    saving.settle()
+    result = {"step": step, "checkpoint": saving.newest_step, **asdict(request)}
+    record.stopped(result)
+    return {"stopped": result}
+
+
 def _evaluation(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if key.startswith("evaluation/")}
 
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-class _Record:
-    """Rank 0 writes down what happens; the other ranks say nothing."""
-
-    def __init__(self, spec: JobSpec, place: Place, attempt: int) -> None:
-        self._place = place
-        self._attempt = attempt
-        self._spool = MetricsSpool(spec.run_dir) if place.is_first else None
-        self._journal = Journal(spec.run_dir) if place.is_first else None
-
-    def started(self, step: int, plan: Any) -> None:
-        """Note where this attempt starts and which processes it is. Collective."""
-        workers = self._place.gather({"host": socket.gethostname(), "pid": os.getpid()})
-        self._note("training_started", step=step, workers=workers, plan=plan.to_dict())
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if self._spool is not None:
-            self._spool.append(step, metrics, time.time())
-
-    def finished(self, result: dict[str, Any]) -> None:
-        self._note("trained", **result)
-
-    def _note(self, kind: str, **data: Any) -> None:
-        if self._journal is not None:
-            self._journal.append(kind, attempt=self._attempt, **data)

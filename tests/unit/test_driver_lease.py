@@ -121,7 +121,7 @@ def test_half_a_request_is_none(tmp_path, text):
 def test_heartbeats_are_those_of_the_newest_attempt(tmp_path):
     beats = Heartbeats(tmp_path)
     assert beats.read() == []
-    first = [Heartbeat(1, rank, "host", 10 + rank, 5, Phase.DATA, 1.0, 2.0) for rank in range(3)]
+    first = [Heartbeat(1, rank, "host", 10 + rank, 5, Phase.DATA, 9, 1.0, 2.0) for rank in range(3)]
     second = [replace(first[0], attempt=2), replace(first[1], attempt=2, phase=Phase.SAVE)]
     for beat in (*first, *second):
         beats.write(beat)
