@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import mlflow
 import torch
 from dmuon_platform.drain import Drain
 from dmuon_platform.events import Journal
@@ -59,6 +60,20 @@ def drain_of(spec: JobSpec, facts: Mapping[str, object] | None = None) -> Drain:
     files = TrackingFiles(spec.run_dir)
     files.describe(describe(spec, facts or {}, files.run_key()))
     return Drain(spec.run_dir)
+
+
+def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    """Steps and values of a curve, as the tracker has it."""
+    client = mlflow.MlflowClient(uri)
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 class Server:

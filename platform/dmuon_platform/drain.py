@@ -7,7 +7,6 @@ is gone and there is no time to lose.
 """
 
 import fcntl
-import json
 import logging
 import os
 import select
@@ -16,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from dmuon_platform.catalogue import CATALOGUE_FILE, Catalogue
+from dmuon_platform.checkpoint_delivery import CheckpointCurve, CheckpointDelivery
 from dmuon_platform.events import EVENTS_FILE, Journal
 from dmuon_platform.export import read_export
-from dmuon_platform.metric_delivery import MetricDelivery
+from dmuon_platform.metric_delivery import MetricDelivery, Records
 from dmuon_platform.registry import register
 from dmuon_platform.run_story import plans_of, tags_of
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
@@ -52,6 +52,7 @@ class Drain:
         self._sampler = SystemSampler(self._files.folder)
         self._run: TrackedRun | None = None
         self._curves: list[MetricDelivery] = []
+        self._checkpoints: CheckpointDelivery | None = None
         self._tags: dict[str, str] = {}
         self._events_size = -1
         self._is_described = False
@@ -92,6 +93,7 @@ class Drain:
         yield "its checkpoints", self._tell_checkpoints
         yield "its model", self._tell_model
         yield "its status", self._tell_status
+        yield "the files of its checkpoints", self._tell_files  # it may take long
 
     def _open(self) -> None:
         if self._run is not None:
@@ -102,20 +104,28 @@ class Drain:
             self._delivered = fresh
             self._delivered.run_id = run.run_id
             self._delivered.experiment_id = run.experiment_id
-        spools = {
+        curves: dict[str, Records] = {
             METRICS_FILE: MetricsSpool(self._run_dir),
             SYSTEM_FILE: self._sampler.spool,
+            CATALOGUE_FILE: CheckpointCurve(Catalogue(self._run_dir)),
         }
-        self._curves = [self._curve(name, spool, run) for name, spool in spools.items()]
+        self._curves = [self._curve(name, records, run) for name, records in curves.items()]
+        self._checkpoints = CheckpointDelivery(
+            self._run_dir,
+            run,
+            self._delivered,
+            lambda: self._files.save(self._delivered),
+            self._description.checkpoint_artifacts,
+        )
         self._run = run
 
-    def _curve(self, name: str, spool: MetricsSpool, run: TrackedRun) -> MetricDelivery:
+    def _curve(self, name: str, records: Records, run: TrackedRun) -> MetricDelivery:
         def told(offset: int) -> None:
             self._delivered.offsets[name] = offset
             self._files.save(self._delivered)
 
         every = self._description.log_every if name == METRICS_FILE else 1
-        return MetricDelivery(spool, run, self._delivered.offsets.get(name, 0), told, every)
+        return MetricDelivery(records, run, self._delivered.offsets.get(name, 0), told, every)
 
     @property
     def _tracked(self) -> TrackedRun:
@@ -148,14 +158,19 @@ class Drain:
         self._events_size = size
 
     def _tell_checkpoints(self) -> None:
-        for path in sorted((self._run_dir / "manifests").glob("step-*.json")):
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            mark = f"{path.stem} {manifest['created']}"
-            if mark not in self._delivered.manifests:
-                folder = self._run_dir.resolve() / "checkpoints" / path.stem
-                self._tracked.log_checkpoint(folder, manifest)
-                self._delivered.manifests.append(mark)
-                self._files.save(self._delivered)
+        if self._checkpoints is not None:
+            self._checkpoints.deliver_records()
+
+    def _tell_files(self) -> None:
+        if self._checkpoints is None:
+            return
+        told_at = time.monotonic()
+        for _ in self._checkpoints.deliver_files():
+            if time.monotonic() - told_at > EVERY_S:  # the rest does not wait for copies
+                self._tell_metrics()
+                self._tell_checkpoints()
+                self._tell_status()
+                told_at = time.monotonic()
 
     def _tell_model(self) -> None:
         name = self._description.model_name

@@ -125,6 +125,10 @@ class LineFile:
         """Return the content of the line that starts at ``start``."""
         return next(self.lines(start)).content
 
+    def size(self) -> int:
+        """Return the bytes on disk."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def sync(self) -> None:
         """Wait until everything appended is on the disk."""
         if self.path.exists():

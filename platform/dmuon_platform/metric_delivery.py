@@ -5,12 +5,22 @@ from typing import Protocol
 
 from mlflow.entities import Metric
 
-from dmuon_platform.spool import MetricsSpool, Record
+from dmuon_platform.spool import Record
 
 EVALUATION = "evaluation/"
 
 MAX_RECORDS = 200
 """Steps told in one go, before it is written down how far the tracker has been told."""
+
+
+class Records(Protocol):
+    """What is needed of a metrics file."""
+
+    def read_from(self, offset: int, max_records: int | None = None) -> tuple[list[Record], int]:
+        """Return the records behind an offset, and the offset to go on from."""
+
+    def size(self) -> int:
+        """Return the offset behind which there is nothing now."""
 
 
 class Curves(Protocol):
@@ -31,7 +41,7 @@ class MetricDelivery:
     has, and only the rest is sent.
 
     Args:
-        spool: The file.
+        records: The file.
         curves: The tracker.
         offset: Up to where it was told for certain.
         told: Called with each new offset, to write it down.
@@ -40,25 +50,25 @@ class MetricDelivery:
 
     def __init__(
         self,
-        spool: MetricsSpool,
+        records: Records,
         curves: Curves,
         offset: int,
         told: Callable[[int], None],
         log_every: int = 1,
     ) -> None:
-        self._spool = spool
+        self._records = records
         self._curves = curves
         self._offset = offset
         self._told = told
         self._log_every = log_every
-        self._doubtful_until = spool.size()
+        self._doubtful_until = records.size()
         self._there: dict[str, set[int]] = {}
         self._last: dict[str, int] = {}
 
     def deliver(self) -> None:
         """Tell everything that is in the file now."""
         while True:
-            records, end = self._spool.read_from(self._offset, MAX_RECORDS)
+            records, end = self._records.read_from(self._offset, MAX_RECORDS)
             if end == self._offset:
                 return
             try:

@@ -1,41 +1,43 @@
 """Which checkpoints of a run stay on disk: a pure function of what is there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from dmuon_platform.spec.checkpoint import CheckpointSpec
 
 
-class Candidate(Protocol):
+@dataclass(frozen=True)
+class Candidate:
     """What the decision depends on."""
 
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-
-    @property
-    def evaluation_loss(self) -> float | None:
-        """Of the evaluation after that step; None without one."""
+    path: Path
+    """Its folder."""
+    step: int
+    """Optimizer steps done."""
+    evaluation_loss: float | None
+    """Of the evaluation after that step; None without one."""
 
 
-def kept(candidates: Sequence[Candidate], rule: CheckpointSpec) -> set[Path]:
+def kept(
+    candidates: Sequence[Candidate], rule: CheckpointSpec, is_whole: Callable[[Path], bool]
+) -> set[Path]:
     """Return the folders that stay: the newest, every so many steps, and the best.
 
     Args:
-        candidates: Whole checkpoints, in any order.
+        candidates: In any order.
         rule: Section ``checkpoint`` of the job.
+        is_whole: Asked about few: what is damaged does not count among the newest or the best.
     """
+
+    def first(number: int, ordered: Iterable[Candidate]) -> set[Path]:
+        return set(islice(filter(is_whole, (each.path for each in ordered)), number))
+
     newest_first = sorted(candidates, key=lambda each: each.step, reverse=True)
-    keep = {each.path for each in newest_first[: rule.keep_last]}
+    keep = first(rule.keep_last, newest_first)
     if rule.keep_every is not None:
         keep |= {each.path for each in newest_first if each.step % rule.keep_every == 0}
-    losses = [
-        (loss, each.path) for each in newest_first if (loss := each.evaluation_loss) is not None
-    ]
+    losses = [(loss, each) for each in newest_first if (loss := each.evaluation_loss) is not None]
     losses.sort(key=lambda pair: pair[0])  # of equal ones the newest comes first
-    return keep | {path for _, path in losses[: rule.keep_best]}
+    return keep | first(rule.keep_best, (each for _, each in losses))

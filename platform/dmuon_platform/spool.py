@@ -100,7 +100,7 @@ class MetricsSpool:
 
     def size(self) -> int:
         """Return the bytes on disk: no record lies behind that offset now."""
-        return self._file.path.stat().st_size if self._file.path.exists() else 0
+        return self._file.size()
 
     def continuation(self) -> Continuation:
         """Count the steps that ran again; what their numbers say is in each `Replay`."""

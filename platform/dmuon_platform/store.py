@@ -1,19 +1,22 @@
 """The checkpoint store of a run: folders that are committed by a rename, or do not count."""
 
+import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import dmuon
+from dmuon_platform.catalogue import Catalogue, Entry
 from dmuon_platform.durable_file import sync, write_whole
 from dmuon_platform.errors import SpecError
 from dmuon_platform.lease import Lease
 from dmuon_platform.line_file import LineFile
-from dmuon_platform.retention import kept
+from dmuon_platform.look import Look
+from dmuon_platform.retention import Candidate, kept
 from dmuon_platform.spec.checkpoint import CheckpointSpec
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -39,11 +42,6 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.manifest.step
 
-    @property
-    def evaluation_loss(self) -> float | None:
-        """Of the evaluation after that step; None without one."""
-        return self.manifest.extra.get("metrics", {}).get("evaluation/loss")
-
 
 def _warn(damage: dmuon.DamagedCheckpointError) -> None:
     warnings.warn(f"{damage}. It is left as it is and passed over.", stacklevel=2)
@@ -54,6 +52,8 @@ class CheckpointStore:
 
     A checkpoint is written under another name, its manifest last, and then renamed, so a folder
     is whole or does not count. Nothing that is damaged or half-written is ever deleted or reused.
+    What depends on all of them at once goes by their names and by the `Catalogue`, so that a run
+    of thousands of checkpoints costs no more than one of a few.
 
     Attributes:
         verified: The one last found whole or committed, whose contents are known to be good.
@@ -72,6 +72,7 @@ class CheckpointStore:
         self._lease = Lease(run_dir)
         self._named: set[Path] = set()
         self._changed = LineFile(self.folder / DAMAGED_FILE)
+        self._catalogue = Catalogue(run_dir)
         self.verified: Checkpoint | None = None
 
     def acquire_attempt(self) -> int:
@@ -122,7 +123,7 @@ class CheckpointStore:
         sync(self.folder)
         saved = Checkpoint(final, manifest)
         self.note_verified(saved)
-        self._keep_manifest(saved)
+        self._record(saved)
         return saved
 
     def list(self) -> list[Checkpoint]:
@@ -132,17 +133,14 @@ class CheckpointStore:
     def newest_first(self) -> Iterator[Checkpoint]:
         """Yield whole checkpoints, and name what is not one; contents are not checked.
 
+        The manifest of each is read when it is asked for.
+
         Raises:
             SpecError: One of them is of a format that this version does not read.
         """
-        for path in sorted(self._folders(), reverse=True):
-            try:
-                manifest = _manifest_of(path)
-                dmuon.verify_files(path, manifest, hashes=False)
-            except dmuon.DamagedCheckpointError as damage:
-                self._name(damage)
-            else:
-                yield Checkpoint(path, manifest)
+        for path in sorted(self._folders(), key=_step_of, reverse=True):
+            if (found := self._whole(path)) is not None:
+                yield found
 
     def newest_verified(self) -> Checkpoint | None:
         """Return the newest checkpoint whose every byte is as it was written; reads it all."""
@@ -171,23 +169,53 @@ class CheckpointStore:
     def prune(self, rule: CheckpointSpec) -> None:
         """Delete old checkpoints; never the newest verified, nor anything damaged.
 
+        Reads the manifests of those that stay as the newest or the best, of those it deletes, and
+        of those that the catalogue does not know.
+
         Args:
             rule: Which whole ones stay.
         """
-        whole = self.list()
-        if self.verified is None or self.verified.path not in {each.path for each in whole}:
+        look = Look(self._whole)
+        if self.verified is None or not look.is_good(self.verified.path):
             self.newest_verified()
+        paths = tuple(self._folders())
+        while True:
+            stays = self._stays(paths, rule, look)
+            doomed = [found for path in paths if path not in stays and (found := look(path))]
+            if not self._correct(look):
+                break  # else what the catalogue said was not so, and something else may stay
         changed = {
             (each.content["folder"], each.content["created"]) for each in self._changed.lines()
         }
-        stays = kept(whole, rule)
-        if self.verified is not None:
-            stays.add(self.verified.path)
-        for old in whole:
+        for old in doomed:
             is_changed = (old.path.name, old.manifest.created) in changed
-            if old.path not in stays and not is_changed:
-                self._keep_manifest(old)
+            if not is_changed and self._record(old) is not None:
                 _delete(old.path)
+
+    def _stays(
+        self, paths: Sequence[Path], rule: CheckpointSpec, look: Look[Checkpoint]
+    ) -> set[Path]:
+        known = self._catalogue.entries()
+        for path in paths:
+            if path.name not in known and (found := look(path)) is not None:
+                self._record(found)
+        losses = {path: known[path.name].evaluation_loss for path in paths if path.name in known}
+        candidates = [Candidate(path, _step_of(path), losses.get(path)) for path in paths]
+        stays = kept(candidates, rule, look.is_good)
+        return stays if self.verified is None else stays | {self.verified.path}
+
+    def _correct(self, look: Look[Checkpoint]) -> bool:
+        """Let the catalogue say what was just read; return whether it said something else."""
+        return any(self._record(each) for each in look.found())
+
+    def _whole(self, path: Path) -> Checkpoint | None:
+        try:
+            manifest = _manifest_of(path)
+            dmuon.verify_files(path, manifest, hashes=False)
+        except dmuon.DamagedCheckpointError as damage:
+            self._name(damage)
+            return None
+        return Checkpoint(path, manifest)
 
     def _writing(self, step: int, attempt: int | None) -> Path:
         return self.folder / f"step-{step:08d}.writing-a{attempt or 0}"
@@ -195,10 +223,13 @@ class CheckpointStore:
     def _folders(self) -> Iterator[Path]:
         if not self.folder.is_dir():
             return
-        for path in self.folder.iterdir():
-            if _FOLDER.fullmatch(path.name) and path.is_dir():
+        with os.scandir(self.folder) as entries:  # knows what is a folder without asking for each
+            names = [each.name for each in entries if each.is_dir()]
+        for name in names:
+            path = self.folder / name
+            if _FOLDER.fullmatch(name):
                 yield path
-            elif unfinished := _UNFINISHED.fullmatch(path.name):
+            elif unfinished := _UNFINISHED.fullmatch(name):
                 attempt = int(unfinished[1])
                 if attempt == 0 or attempt < self._lease.newest():  # else it is being written
                     reason = "it was never committed; the attempt that wrote it was stopped"
@@ -209,15 +240,31 @@ class CheckpointStore:
             self._named.add(damage.path)
             self._on_damage(damage)
 
-    def _keep_manifest(self, checkpoint: Checkpoint) -> None:
-        copy = self.run_dir / MANIFESTS_FOLDER / f"{checkpoint.path.name}.json"
-        text = checkpoint.manifest.to_json()
+    def _record(self, checkpoint: Checkpoint) -> bool | None:
+        """Keep what trackers are told: a copy of the manifest, and a line in the catalogue.
+
+        Returns:
+            Whether that is new; None when it could not be written, to be tried again.
+        """
+        entry = Entry.of(checkpoint.path.name, checkpoint.manifest)
+        copy = self.run_dir / MANIFESTS_FOLDER / f"{entry.folder}.json"
         try:
-            copy.parent.mkdir(exist_ok=True)
-            if not copy.exists() or copy.read_text(encoding="utf-8") != text:
-                write_whole(copy, text)
-        except OSError as error:  # the checkpoint itself is good; trackers alone miss this copy
-            warnings.warn(f"{copy} cannot be written: {error}", stacklevel=2)
+            if self._catalogue.entries().get(entry.folder) != entry or not copy.exists():
+                _keep(copy, checkpoint.manifest.to_json())
+            return self._catalogue.add(entry)  # last: whoever reads the line finds the copy
+        except OSError as error:  # the checkpoint itself is good
+            warnings.warn(f"trackers are told of {checkpoint.path} later: {error}", stacklevel=2)
+            return None
+
+
+def _keep(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_whole(path, text)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _manifest_of(folder: Path) -> dmuon.Manifest:

@@ -5,7 +5,6 @@ import getpass
 import json
 import os
 import ssl
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,19 +84,18 @@ class TrackedRun:
         """Keep plain data as an artifact."""
         self.client.log_dict(self.run_id, dict(content), path)
 
-    def log_checkpoint(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Keep a checkpoint's manifest and place as artifacts, and its files if that is wanted."""
-        target = f"checkpoints/{folder.name}"
-        place = {"uri": folder.as_uri(), "step": manifest["step"]}
-        with tempfile.TemporaryDirectory() as scratch:
-            (Path(scratch) / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            (Path(scratch) / "location.json").write_text(json.dumps(place, indent=1))
-            self.client.log_artifacts(self.run_id, scratch, target)
-        for name in self._wanted_files(manifest):
-            if (folder / name).exists():  # it may be pruned by now
-                self.client.log_artifact(self.run_id, str(folder / name), target)
-        step = int(manifest["step"])
-        self.set_tags({"checkpoint.newest_step": step, "checkpoint.newest_uri": place["uri"]})
+    def log_folder(self, folder: Path, path: str) -> None:
+        """Keep everything in a folder as artifacts."""
+        self.client.log_artifacts(self.run_id, str(folder), path)
+
+    def log_file(self, file: Path, path: str) -> None:
+        """Keep a file as an artifact.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        file.stat()
+        self.client.log_artifact(self.run_id, str(file), path)
 
     def set_status(self, status: str, end_time_ms: int | None) -> None:
         """Show the run as running, finished, failed or killed."""
@@ -105,16 +103,6 @@ class TrackedRun:
             self.client.update_run(self.run_id, status="RUNNING")
         else:
             self.client.set_terminated(self.run_id, status=status, end_time=end_time_ms)
-
-    def _wanted_files(self, manifest: Mapping[str, Any]) -> list[str]:
-        wanted = self._description.checkpoint_artifacts
-        if wanted == "manifest":
-            return []
-        return [
-            name
-            for name in manifest["files"]
-            if wanted == "full" or name.startswith("model") or name == "config.json"
-        ]
 
     def _find_experiment(self) -> str:
         name = self._description.experiment

@@ -43,8 +43,13 @@ class Delivered:
     experiment_id: str | None = None
     run_id: str | None = None
     offsets: dict[str, int] = field(default_factory=dict)
-    """Bytes delivered, by name of the metrics file."""
-    manifests: list[str] = field(default_factory=list)
+    """Bytes of curves delivered, by name of the file."""
+    recorded: int = 0
+    """Bytes of the catalogue: of checkpoints whose manifests were delivered."""
+    copied: int = 0
+    """The same of those whose files were copied, as far as wanted."""
+    not_copied: list[str] = field(default_factory=list)
+    """Checkpoints that were pruned before that."""
     plans: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
     """The registered export: its digest, model_id, name, version."""

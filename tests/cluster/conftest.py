@@ -1,10 +1,12 @@
-"""One undisturbed run that all cluster tests compare with."""
+"""One undisturbed run that all cluster tests compare with, and real MLflow servers."""
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import driver
+from mlflow_runs import Server
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,12 @@ def reference(tmp_path_factory, text) -> tuple[driver.Run, str]:
     code, output = driver.run("run", run.job)
     assert code == 0, output
     return run, output
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that tests may kill and start again."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()

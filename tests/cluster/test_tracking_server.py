@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
@@ -15,17 +14,9 @@ from dmuon_platform.events import Journal
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.tracking import Tracker, deliver_pending
 from dmuon_platform.tracking_files import TrackingFiles
-from mlflow_runs import Server, drain_of, job, start_attempt, train
+from mlflow_runs import drain_of, history, job, start_attempt, train, wait_for
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +32,6 @@ def nothing_stays(tmp_path, monkeypatch):
     drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
     assert drains == []
     assert [*home.iterdir(), *here.iterdir()] == []
-
-
-def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
-    client = mlflow.MlflowClient(uri)
-    return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
-
-
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def told(spec) -> int:
