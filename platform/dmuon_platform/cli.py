@@ -5,6 +5,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dmuon_platform.errors import PlatformError, exit_code_of
@@ -18,6 +19,7 @@ RUN_COMMANDS = {
     "stop": "ask a run to save a checkpoint and end",
     "resume": "go on with a run, from the job that it has recorded",
     "runs": "list all runs",
+    "plot": "draw a run's loss, throughput, learning rates and balance of owners",
 }
 
 SETTINGS: dict[str, Any] = {
@@ -28,6 +30,34 @@ SETTINGS: dict[str, Any] = {
     "help": "change the job: --set train.steps=50 optimizer.lr=0.01",
 }
 """Of the option ``--set``."""
+
+_FLAG = {"action": "store_true"}
+RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--storage": (
+        "status logs stop resume runs plot",
+        {"default": "runs", "help": "the folder of all runs; default: runs"},
+    ),
+    "--address": (
+        "status logs stop",
+        {"help": "ask this job server instead: http://HOST:8265"},
+    ),
+    "--json": ("status runs", {**_FLAG, "help": "for programs: JSON, times in seconds"}),
+    "--watch": ("status", {**_FLAG, "help": "again and again until it ends"}),
+    "--every": (
+        "status",
+        {"type": float, "default": 5.0, "help": "seconds between two looks; default: 5"},
+    ),
+    "--follow": ("logs", {**_FLAG, "help": "until the run ends"}),
+    "--wait": ("stop", {**_FLAG, "help": "return when it has ended"}),
+    "--reason": ("stop", {"default": "dmuon stop", "help": "for its journal"}),
+    "--set": ("resume", SETTINGS),
+    "--output": ("plot", {"type": Path, "help": "a folder; default: plots in that of the run"}),
+    "--traceback": (
+        "status logs stop resume runs plot",
+        {**_FLAG, "help": "show where an error arose"},
+    ),
+}
+"""Options of `RUN_COMMANDS`: which of them take it, and how it is read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,26 +162,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
     if name != "runs":
         parser.add_argument("run", metavar="RUN", help="a run's name or folder, or its job file")
-    parser.add_argument("--storage", default="runs", help="the folder of all runs; default: runs")
-    if name in ("status", "logs", "stop"):
-        parser.add_argument("--address", help="ask this job server instead: http://HOST:8265")
-    if name in ("status", "runs"):
-        parser.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
     if name == "status":
-        parser.add_argument("--watch", action="store_true", help="again and again until it ends")
-        parser.add_argument("--every", type=float, default=5.0, help="seconds between; default: 5")
         parser.epilog = (
             "Exit codes: 0 finished, 3 running, 75 stopped or interrupted (launch it again), 66 "
             "no such run, 69 no job server answers; a failed run's own: 1, 70, 78, 86."
         )
-    if name == "logs":
-        parser.add_argument("--follow", action="store_true", help="until the run ends")
-    if name == "stop":
-        parser.add_argument("--wait", action="store_true", help="return when it has ended")
-        parser.add_argument("--reason", default="dmuon stop", help="for its journal")
-    if name == "resume":
-        parser.add_argument("--set", **SETTINGS)
-    parser.add_argument("--traceback", action="store_true", help="show where an error arose")
+    for option, (names, settings) in RUN_OPTIONS.items():
+        if name in names.split():
+            parser.add_argument(option, **settings)
     parser.set_defaults(command=_on_run(name))
 
 

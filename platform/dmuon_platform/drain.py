@@ -92,6 +92,7 @@ class Drain:
         yield "its attempts", self._tell_events
         yield "its checkpoints", self._tell_checkpoints
         yield "its model", self._tell_model
+        yield "its plots", self._tell_plots
         yield "its status", self._tell_status
         yield "the files of its checkpoints", self._tell_files  # it may take long
 
@@ -143,8 +144,7 @@ class Drain:
             curve.deliver()
 
     def _tell_events(self) -> None:
-        path = self._run_dir / EVENTS_FILE
-        size = path.stat().st_size if path.exists() else 0
+        size = _size(self._run_dir / EVENTS_FILE)
         if size == self._events_size:
             return
         events = Journal(self._run_dir).read()
@@ -180,11 +180,27 @@ class Drain:
         alias = self._description.model_alias
         self._delivered.model = register(self._tracked, export, name, alias)
 
+    def _tell_plots(self) -> None:
+        status, _ = self._files.wanted()
+        sizes = [_size(self._run_dir / name) for name in (METRICS_FILE, EVENTS_FILE)]
+        mark = " ".join(map(str, sizes))
+        if status == "RUNNING" or self._delivered.plots == mark:
+            return
+        from dmuon_platform.plots import PLOTS_FOLDER, draw_plots  # matplotlib, once, at the end
+
+        for path in draw_plots(self._run_dir):
+            self._tracked.log_file(path, PLOTS_FOLDER)
+        self._delivered.plots = mark
+
     def _tell_status(self) -> None:
         status, end_time_ms = self._files.wanted()
         if status != self._delivered.status:
             self._tracked.set_status(status, end_time_ms)
             self._delivered.status = status
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def serve(drain: Drain, orders: int) -> None:

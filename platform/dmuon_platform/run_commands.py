@@ -1,4 +1,4 @@
-"""``dmuon status | logs | stop | resume | runs``: a run looked at and steered by its name.
+"""``dmuon status | logs | stop | resume | runs | plot``: a run looked at and steered by its name.
 
 Everything here goes by the files under ``storage``, or by the job server of a Ray cluster with
 ``--address``. Only `resume` and the latter need Ray.
@@ -120,6 +120,22 @@ def resume(arguments: argparse.Namespace) -> int:
     from dmuon_platform.launch import run_job
 
     run_job(spec)
+    return 0
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    """Draw a run's pictures, as far as it has come."""
+    folder = run_folder(arguments.run, arguments.storage)
+    from dmuon_platform.plots import draw_plots
+
+    try:
+        paths = draw_plots(folder, arguments.output)
+    except OSError as error:
+        raise PlatformError(
+            f"The pictures of {folder.name} cannot be written: {error}. --output names a folder "
+            "that can be."
+        ) from error
+    print("\n".join(map(str, paths)) or f"{folder.name} has done no step yet: nothing to draw.")
     return 0
 
 

@@ -53,6 +53,8 @@ class Delivered:
     plans: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
     """The registered export: its digest, model_id, name, version."""
+    plots: str | None = None
+    """What the pictures that were told show: sizes of the files they are drawn from."""
     status: str | None = None
     is_complete: bool = False
     problem: str | None = None

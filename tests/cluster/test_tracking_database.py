@@ -84,6 +84,8 @@ def test_what_is_tracked(tmp_path, monkeypatch, client_of):
     assert [(point.step, point.value) for point in history] == [(s, 1 / s) for s in range(1, 51)]
     names = {each.path for each in client.list_artifacts(delivery.run_id)}
     assert {"job.toml", "facts.json", "plan", "checkpoints"} <= names
+    plots = [Path(each.path) for each in client.list_artifacts(delivery.run_id, "plots")]
+    assert [path.name for path in plots] == ["loss.png", "throughput.png"]
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
