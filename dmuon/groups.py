@@ -10,6 +10,7 @@ from torch import nn
 
 from dmuon.errors import SetupError
 from dmuon.muon_update import ADJUST_LR_FNS
+from dmuon.names import original_name
 from dmuon.newton_schulz import coefficient_schedule
 
 Group = dict[str, Any]
@@ -78,6 +79,30 @@ def numbers_of(group: Mapping[str, Any]) -> list[float]:
     values = (group.get(key) for key in ("lr", "momentum", "weight_decay", *_ADAMW_NUMBERS))
     flat = [n for v in values for n in (v if isinstance(v, tuple | list) else (v,))]
     return [float(number) for number in flat if isinstance(number, int | float)]
+
+
+def pair_groups(
+    groups: Sequence[Group], saved: Sequence[Mapping[str, Any]], model: nn.Module
+) -> list[tuple[Group, Mapping[str, Any]]] | None:
+    """Each group with the saved one of the same parameters; None where they do not fit.
+
+    Frozen parameters are passed over, and so are groups of those alone that the other side lacks:
+    one that nobody shards is in a group on one rank and not on several.
+    """
+    named = model.named_parameters()
+    frozen = {original_name(name) for name, param in named if not param.requires_grad}
+
+    def trained(group: Mapping[str, Any]) -> list[str]:
+        return [name for name in group.get("names", ()) if name not in frozen]
+
+    ours = [group for group in groups if trained(group)]
+    theirs = [group for group in saved if trained(group)]
+    if [trained(group) for group in ours] != [trained(group) for group in theirs]:
+        return None
+    pairs = list(zip(ours, theirs, strict=True))
+    at_rest = {tuple(group.get("names", ())): group for group in saved if not trained(group)}
+    names_of = [(group, tuple(group["names"])) for group in groups if not trained(group)]
+    return pairs + [(group, at_rest[names]) for group, names in names_of if names in at_rest]
 
 
 def _names_of(

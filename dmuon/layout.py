@@ -61,6 +61,11 @@ class Split:
             return (self.sizes,) * (total // self.sizes)
         return self.sizes
 
+    def __str__(self) -> str:
+        where = "columns" if self.dim else "rows"
+        sizes = f"parts of {self.sizes}" if isinstance(self.sizes, int) else _text(self.sizes)
+        return f"{where} split in {sizes}"
+
 
 @dataclass(frozen=True)
 class Site:
@@ -133,9 +138,7 @@ class Layout:
         elif self.kind == "convolution" and B > 1:
             text = f"convolution of {B} groups"
         if self.split is not None:
-            where = "columns" if self.split.dim else "rows"
-            sizes = [part[1 + self.split.dim] for part in self.parts]
-            text += f", {where} split in {_sizes_text(sizes)}"
+            text += f", {self.split}"
         return text
 
 
@@ -190,7 +193,7 @@ def _refuse(name: str, shape: tuple[int, ...], why: str) -> NoReturn:
     )
 
 
-def _sizes_text(sizes: list[int]) -> str:
+def _text(sizes: tuple[int, ...]) -> str:
     if len(set(sizes)) == 1:
         return f"{len(sizes)} x {sizes[0]}"
     return " + ".join(map(str, sizes))

@@ -12,8 +12,16 @@ from dmuon.agreement import Courier, gather_objects, raise_together
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
+from dmuon.groups import pair_groups
 from dmuon.optimizer import Muon
 from dmuon.parcel import MASTER_DTYPE, Parcel
+from dmuon.splits import (
+    other_splits,
+    plain_splits,
+    read_splits,
+    splits_of,
+    warn_of_other_splits,
+)
 
 _SYMMETRIC_SECTIONS = ("fsdp2", "fsdp", "dedicated_adamw")  # the last two from other writers
 _SECTIONS = (*_SYMMETRIC_SECTIONS, "dedicated")
@@ -39,7 +47,8 @@ def get_optimizer_state_dict(
 
     Returns:
         ``{"fsdp2": {name: {"exp_avg", "exp_avg_sq", "step"}}, "dedicated": {name:
-        {"momentum_buffer"}}, "param_groups": [...], "num_steps": int}``; matrices that are not
+        {"momentum_buffer"}}, "param_groups": [...], "num_steps": int, "splits": {name: {"sizes",
+        "dim"}}}``; matrices that are not
         float32 in the model also have their float32 ``"master_weight"``. Plain types only, so
         ``torch.load(..., weights_only=True)`` reads it.
     """
@@ -63,6 +72,7 @@ def get_optimizer_state_dict(
         "dedicated": dedicated,
         "param_groups": groups,
         "num_steps": optimizer.num_steps,
+        "splits": plain_splits(splits_of(dedication.params)),
     }
 
 
@@ -73,7 +83,8 @@ def set_optimizer_state_dict(
     """Load a whole optimizer state, written on any mesh. Collective over the mesh.
 
     Every rank passes the full dict, or the first rank alone and all others an empty one.
-    Settings of the parameter groups (rates, decay, ...) are restored too.
+    Settings of the parameter groups (rates, decay, ...) are restored too. Parameters that were
+    split otherwise are named in a warning.
 
     Raises:
         StateDictError: the same on every rank, before anything changed.
@@ -87,12 +98,7 @@ def set_optimizer_state_dict(
     for block in dedication.engine.blocks:
         for parcel in block.parcels:
             _set_parcel(optimizer, parcel, courier)
-    if "param_groups" in courier.described:
-        saved_groups = courier.fetch("param_groups")
-        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-            group.update(live_group(saved))
-    if "num_steps" in courier.described:
-        optimizer.num_steps = int(courier.fetch("num_steps"))
+    _set_settings(optimizer, courier)
     dedication.engine.publish(wait=True)
 
 
@@ -216,6 +222,7 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
             problems.append(f"fsdp2/{name}: has only {keys}, needs exp_avg, exp_avg_sq and step")
     problems += _check_num_steps(courier)
     problems += _check_groups(optimizer, courier)
+    problems += _check_splits(courier)
     raise_together(dedication, "the optimizer state dict", problems)
 
 
@@ -253,10 +260,35 @@ def _check_groups(optimizer: Muon, courier: Courier) -> list[str]:
     groups = courier.fetch("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return ["param_groups: must be a list of dictionaries"]
-    saved = [list(group.get("names", [])) for group in groups]
-    if saved != [list(group["names"]) for group in optimizer.param_groups]:
+    if pair_groups(optimizer.param_groups, groups, optimizer.dedication.model) is None:
         return ["param_groups: other parameters or another order than in this optimizer"]
     return []
+
+
+def _check_splits(courier: Courier) -> list[str]:
+    if "splits" not in courier.described:
+        return []
+    try:
+        read_splits(courier.fetch("splits"))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _set_settings(optimizer: Muon, courier: Courier) -> None:
+    if "param_groups" in courier.described:
+        saved_groups = courier.fetch("param_groups")
+        pairs = pair_groups(optimizer.param_groups, saved_groups, optimizer.dedication.model)
+        assert pairs is not None  # checked
+        for group, saved in pairs:
+            group.update(live_group(saved))
+    if "num_steps" in courier.described:
+        optimizer.num_steps = int(courier.fetch("num_steps"))
+    if "splits" in courier.described:
+        saved_splits = read_splits(courier.fetch("splits"))
+        if optimizer.dedication.owner_map.rank == 0:
+            different = other_splits(saved_splits, optimizer.dedication.params)
+            warn_of_other_splits("the optimizer state dict", different)
 
 
 def _set_symmetric(optimizer: Muon, name: str, param: nn.Parameter, courier: Courier) -> None:

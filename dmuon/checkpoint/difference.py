@@ -16,6 +16,7 @@ from dmuon.checkpoint.manifest import Manifest
 from dmuon.checkpoint.plain_json import encode
 from dmuon.checkpoint.source import CheckpointSource, Source, open_source
 from dmuon.checkpoint.tensor_file import TensorReader
+from dmuon.splits import plain_splits
 
 _CHUNK_VALUES = 4 * 2**20  # each becomes 8 bytes, or 16 when complex
 ABSENT = "(absent)"
@@ -215,7 +216,7 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
             "param_groups": optimizer.param_groups,
             "num_steps": optimizer.num_steps,
             "steps": optimizer.steps,
-        }
+        } | ({"splits": plain_splits(optimizer.splits)} if optimizer.splits else {})
     everything = {
         "step": manifest.step,
         "tied": sorted(sorted(group) for group in groups.values()),

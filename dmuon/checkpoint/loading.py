@@ -35,11 +35,12 @@ from dmuon.checkpoint.source import CheckpointSource, Source, open_source
 from dmuon.checkpoint.tensor_file import TensorReader
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError
+from dmuon.groups import Group, pair_groups
 from dmuon.model_state import module_of
-from dmuon.names import original_name
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, dedication_of, live_group, symmetric_params
 from dmuon.parcel import MASTER_DTYPE
+from dmuon.splits import other_splits, warn_of_other_splits
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class LoadedCheckpoint:
         extra: the plain data that was given to ``save_checkpoint``.
         missing: weights of the model that were not there, with ``strict=False``.
         unexpected: weights there that the model does not have, with ``strict=False``.
+        other_splits: parameters that the optimizer updates in other parts than before, and how.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class LoadedCheckpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    other_splits: Mapping[str, str] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -72,6 +75,9 @@ def load_checkpoint(
     convert_dtype: bool = False,
 ) -> LoadedCheckpoint:
     """Load weights, and the optimizer's state, on any mesh. Collective over the mesh.
+
+    When parameters are split otherwise than they were, a warning on the first rank names them: the
+    momentum is the same, the updates are not.
 
     Args:
         path: a checkpoint of `save_checkpoint`. Weights alone also come from a Hugging Face folder
@@ -111,8 +117,19 @@ def load_checkpoint(
         )
     dedication.unfilled -= loading.filled
     dedication.engine.publish(wait=True)
+    different = _other_splits(manifest, dedication) if optimizer is not None else {}
+    if dedication.owner_map.rank == 0:
+        warn_of_other_splits(str(folder), different)
     step, extra = (0, {}) if manifest is None else (manifest.step, manifest.extra)
-    return LoadedCheckpoint(folder, step, extra, tuple(missing), tuple(unexpected))
+    return LoadedCheckpoint(folder, step, extra, tuple(missing), tuple(unexpected), different)
+
+
+def _other_splits(manifest: Manifest | None, dedication: Dedication) -> dict[str, str]:
+    """Empty, too, where the checkpoint does not tell."""
+    facts = None if manifest is None else manifest.optimizer
+    if facts is None or facts.splits is None:
+        return {}
+    return other_splits(facts.splits, dedication.params)
 
 
 def _open(folder: Path, dedication: Dedication, hashes: bool) -> Source:
@@ -248,14 +265,7 @@ class _Loading:
         facts = None if self.manifest is None else self.manifest.optimizer
         if facts is None:
             return ["it holds no state of an optimizer; load it without one, for weights alone"]
-        named = self.dedication.model.named_parameters()
-        # some of those that nobody shards are in a group on one rank and not on several
-        frozen = {original_name(name) for name, param in named if not param.requires_grad}
-        ours, theirs = (
-            [[name for name in group.get("names", ()) if name not in frozen] for group in groups]
-            for groups in (optimizer.param_groups, facts.param_groups)
-        )
-        if ours != theirs:
+        if self._paired_groups(optimizer) is None:
             return ["param_groups: other parameters or another order than in this optimizer"]
         known = symmetric_params(optimizer).keys() | {p.name for p in self.dedication.params}
         strange = sorted(n for n in self._state_names if n.partition("/")[2] not in known)
@@ -269,6 +279,12 @@ class _Loading:
             if self._has_master(owned.name):
                 problems += self._state_misfit(f"master_weight/{owned.name}", owned.shape)
         return problems
+
+    def _paired_groups(self, optimizer: Muon) -> list[tuple[Group, Mapping[str, Any]]] | None:
+        assert self.manifest is not None
+        assert self.manifest.optimizer is not None
+        saved = self.manifest.optimizer.param_groups
+        return pair_groups(optimizer.param_groups, saved, self.dedication.model)
 
     def _state_misfit(self, name: str, shape: torch.Size) -> list[str]:
         if name not in self._state_names:
@@ -382,7 +398,7 @@ class _Loading:
                     state[moment] = torch.zeros_like(param)
                     self._fill(state[moment], f"{moment}/{name}")
                 optimizer.state[param] = state
-        for group, saved in zip(optimizer.param_groups, facts.param_groups, strict=True):
+        for group, saved in self._paired_groups(optimizer) or ():
             group.update(live_group(saved))
         optimizer.num_steps = facts.num_steps
 

@@ -14,6 +14,8 @@ from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import check_plain, file_in
 from dmuon.checkpoint.plain_json import decode, encode, parse
 from dmuon.errors import CheckpointError, DamagedCheckpointError
+from dmuon.layout import Split
+from dmuon.splits import plain_splits, read_splits
 
 __all__ = [
     "MANIFEST_FILE",
@@ -46,11 +48,13 @@ class OptimizerFacts:
         param_groups: settings of each group, as plain data.
         num_steps: that the optimizer has done.
         steps: that each parameter has done, by its name.
+        splits: parameters that were updated in parts, by name; None where that was not noted.
     """
 
     param_groups: list[dict[str, Any]]
     num_steps: int
     steps: Mapping[str, int | float]
+    splits: Mapping[str, Split] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,11 +177,13 @@ class Manifest:
 def _encode_optimizer(optimizer: OptimizerFacts | None) -> Any:
     if optimizer is None:
         return None
-    return {
+    content = {
         "param_groups": encode(list(optimizer.param_groups), "param_groups"),
         "num_steps": optimizer.num_steps,
         "steps": encode(dict(optimizer.steps), "steps"),
     }
+    splits = optimizer.splits
+    return content if splits is None else content | {"splits": plain_splits(splits)}
 
 
 def _decode_optimizer(content: Any) -> OptimizerFacts | None:
@@ -192,6 +198,7 @@ def _decode_optimizer(content: Any) -> OptimizerFacts | None:
         param_groups=[fields.mapping(group, "a group of parameters") for group in groups],
         num_steps=fields.count_at(content, "num_steps"),
         steps={name: fields.number_at(steps, name) for name in steps},
+        splits=read_splits(content["splits"]) if "splits" in content else None,
     )
 
 

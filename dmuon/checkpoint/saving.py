@@ -49,6 +49,7 @@ from dmuon.errors import CheckpointError
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import dedication_of, plain_group
 from dmuon.owner_map import cpu_group
+from dmuon.splits import splits_of
 
 _TIMEOUT = timedelta(minutes=30)
 _PACKAGES = ("dmuon", "torch", "safetensors")
@@ -227,7 +228,8 @@ def _head(
     facts = None
     if optimizer is not None:
         groups = [plain_group(group) for group in optimizer.param_groups]
-        facts = OptimizerFacts(groups, optimizer.num_steps, content.steps)
+        splits = splits_of(dedication.params)
+        facts = OptimizerFacts(groups, optimizer.num_steps, content.steps, splits)
     counted = 0 if optimizer is None else optimizer.num_steps
     owner_map = dedication.owner_map
     shards = owner_map.num_owners // owner_map.num_replicas

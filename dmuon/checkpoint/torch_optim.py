@@ -28,6 +28,7 @@ from dmuon.errors import CheckpointError, SetupError, StateDictError
 from dmuon.names import original_name
 from dmuon.newton_schulz import Triple, coefficient_schedule
 from dmuon.optimizer_state import MOMENTS
+from dmuon.splits import plain_splits, read_splits
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -63,6 +64,8 @@ def read_optimizer_state(path: str | os.PathLike[str]) -> State:
         state["fsdp2"].setdefault(name, {})["step"] = torch.tensor(float(step))
     state["param_groups"] = [dict(group) for group in manifest.optimizer.param_groups]
     state["num_steps"] = manifest.optimizer.num_steps
+    if manifest.optimizer.splits is not None:
+        state["splits"] = plain_splits(manifest.optimizer.splits)
     return state
 
 
@@ -77,10 +80,9 @@ def optimizer_state_to_torch(
     """Turn a state of ``dmuon.Muon`` into those of torch's two optimizers. Local, one process.
 
     Give the results to ``muon.load_state_dict`` and ``adamw.load_state_dict``: both then go on as
-    ``dmuon.Muon`` would have, with its settings. What has no counterpart is refused, but for what
-    a state does not tell or torch does not do: it orthogonalises a parameter whole, where
-    ``dedicate_params(splits=...)`` does so part by part; it runs Newton-Schulz in bfloat16; and it
-    keeps weights and momentum in the dtype of the model, so build that in float32.
+    ``dmuon.Muon`` would have, with its settings. What has no counterpart is refused, such as
+    projections that are updated part by part, but for what torch does not do: it runs Newton-Schulz
+    in bfloat16, and keeps weights and momentum in the dtype of the model, so build that in float32.
 
     Args:
         state: from ``read_optimizer_state`` or ``get_optimizer_state_dict``.
@@ -94,7 +96,7 @@ def optimizer_state_to_torch(
     Raises:
         StateDictError: listing the parameters and settings that do not fit.
     """
-    problems: list[str] = []
+    problems = _beyond_torch(state)
     settings = _settings_by_name(state, problems)
     names = _names_of(model)
     muon_state = _to_torch(muon, names, settings, problems, _MuonConverter(state, ns_coefficients))
@@ -105,6 +107,31 @@ def optimizer_state_to_torch(
     if problems:
         raise StateDictError("the optimizer state", problems)
     return muon_state, adamw_state
+
+
+def _beyond_torch(state: Mapping[str, Any]) -> list[str]:
+    """What ``torch.optim.Muon`` would update otherwise, or not take."""
+    problems: list[str] = []
+    try:
+        splits = read_splits(state.get("splits", {}))  # the first checkpoints do not tell
+    except ValueError as error:
+        return [str(error)]
+    for name, held in (state.get("dedicated") or {}).items():
+        momentum = held.get("momentum_buffer")
+        if name in splits:
+            problems.append(
+                f"{name}: {splits[name]}, each part updated on its own, which torch.optim.Muon "
+                "does not do; make each part a parameter of its own, with its part of the "
+                "momentum, or, to have it updated whole from here on, delete it from "
+                "state['splits']"
+            )
+        elif momentum is not None and momentum.ndim != 2:
+            problems.append(
+                f"{name}: several matrices in one parameter of shape {list(momentum.shape)}, which "
+                "torch.optim.Muon does not take; make each matrix a parameter of its own, with "
+                "its part of the momentum"
+            )
+    return problems
 
 
 def optimizer_state_from_torch(

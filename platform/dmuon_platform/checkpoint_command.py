@@ -103,7 +103,12 @@ def _show(arguments: argparse.Namespace) -> _Answer:
             | {"num_params": len(group.get("names", ()))}
             for group in about.optimizer.param_groups
         ]
-        settings = {"num_steps": about.optimizer.num_steps, "param_groups": groups}
+        splits = {name: str(split) for name, split in (about.optimizer.splits or {}).items()}
+        settings = {
+            "num_steps": about.optimizer.num_steps,
+            "param_groups": groups,
+            "splits": splits,
+        }
     facts: dict[str, Any] = {
         "path": about.path,
         "step": about.step,
@@ -150,6 +155,8 @@ def _show_lines(facts: Mapping[str, Any]) -> list[str]:
     for index, group in enumerate(settings["param_groups"]):
         rows = [(str(key), _text(value)) for key, value in group.items()]
         lines += ["", *_table((f"GROUP {index}", ""), rows)]
+    if splits := settings.get("splits"):
+        lines += ["", *_table(("UPDATED IN PARTS", ""), list(splits.items()))]
     if facts["extra"]:
         extra = [(str(key), _text(value)) for key, value in facts["extra"].items()]
         lines += ["", *_table(("EXTRA", ""), extra)]

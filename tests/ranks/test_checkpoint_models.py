@@ -177,6 +177,72 @@ def without_lists(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"model": {k: v for k, v in state["model"].items() if "_extra" not in k}}
 
 
+class Resting(nn.Module):
+    """A frozen parameter that nobody shards, in a group on one rank and in none on several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(5, 7)
+        self.out = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.randn(()), requires_grad=False)
+        self.at_rest = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.in_proj(x)) * self.scale
+
+
+def resting(num_ranks: int, rate: float, seed: int) -> tuple[nn.Module, dmuon.Muon]:
+    torch.manual_seed(seed)
+    model, mesh = Resting(), make_mesh(num_ranks)
+    dmuon.dedicate_params(model, mesh, predicate=lambda name, _: name == "in_proj.weight")
+    fully_shard(model, mesh=mesh, ignored_params={model.scale})
+    trained = ["in_proj.weight", "in_proj.bias", "out.weight", "out.bias"]
+    at_rest = ["at_rest.weight", "at_rest.bias"]
+    groups = [{"params": names, "adamw_lr": rate} for names in (trained, at_rest)]
+    return model, dmuon.Muon(model, ns_dtype=torch.float32, param_groups=groups)
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3)], ids="{0[0]} to {0[1]}".format)
+def test_frozen_parameters_that_nobody_shards(ranks: tuple[int, int], tmp_path: Path) -> None:
+    """State dicts and checkpoints have one rule for them; the rates of all groups come back."""
+
+    def write(rank: int) -> None:
+        model, optimizer = resting(ranks[0], rate=0.25, seed=0)
+        model(torch.ones(3, 5)).square().mean().backward()
+        optimizer.step()
+        save_checkpoint(tmp_path / "new", model, optimizer)
+        state = states(model, optimizer)
+        if rank == 0:
+            torch.save(state, tmp_path / "state.pt")
+
+    def read(rank: int) -> None:
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        for number in range(2):
+            model, optimizer = resting(ranks[1], rate=0.75, seed=1)
+            if number == 0:
+                load_checkpoint(tmp_path / "new", model, optimizer)
+            else:
+                dmuon.set_model_state_dict(model, state["model"])
+                dmuon.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            assert_same(without_groups(states(model, optimizer)), without_groups(state))
+            rates = {n: g["lr"] for g in optimizer.param_groups for n in g["names"]}
+            assert [rates[n] for n in ("in_proj.bias", "out.weight", "at_rest.weight")] == [
+                0.25
+            ] * 3
+        for group in state["optimizer"]["param_groups"]:
+            group["names"] = ["other" if n == "out.weight" else n for n in group["names"]]
+        with pytest.raises(dmuon.StateDictError, match="param_groups: other parameters"):
+            dmuon.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    run_ranks(ranks[0], write)
+    run_ranks(ranks[1], read)
+
+
+def without_groups(state: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: value for key, value in state["optimizer"].items() if key != "param_groups"}
+    return state | {"optimizer": inner}
+
+
 def test_extra_state_that_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, optimizer = odd(2)

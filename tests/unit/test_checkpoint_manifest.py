@@ -22,6 +22,7 @@ from dmuon.checkpoint.manifest import (
 )
 from dmuon.checkpoint.plain_json import decode, encode
 from dmuon.errors import CheckpointError, DamagedCheckpointError, DMuonError
+from dmuon.layout import Split
 
 PLAIN = st.recursive(
     st.none()
@@ -96,6 +97,7 @@ def full(step: int = 7) -> Manifest:
             ],
             7,
             {"a.b": 7, "s": 7.0},
+            {"a.b": Split((1, 2)), "d": Split((4, 4), dim=1)},
         ),
         extra={"loss": float("inf"), "é": [1, (2, None)]},
         versions={"torch": "2.11"},
@@ -108,6 +110,13 @@ def test_a_manifest_comes_back_equal():
     assert back == full()
     assert back.optimizer is not None
     assert types_in(back.optimizer.steps) == types_in({"a.b": 7, "s": 7.0})
+
+
+def test_a_manifest_that_does_not_tell_splits_is_no_manifest_without_any():
+    facts = full().optimizer
+    for splits in (None, {}):
+        manifest = replace(full(), optimizer=replace(facts, splits=splits))
+        assert Manifest.from_json(manifest.to_json()).optimizer.splits == splits
 
 
 def test_a_manifest_of_weights_alone_comes_back_equal():
@@ -217,6 +226,19 @@ LIES = {
     "groups that are no list": (
         lambda c: c["optimizer"].update(param_groups={}),
         "param_groups are no list",
+    ),
+    "splits that are a list": (lambda c: c["optimizer"].update(splits=[]), "no splits by name"),
+    "a split into nothing": (
+        lambda c: c["optimizer"].update(splits={"x": {"sizes": [0], "dim": 0}}),
+        "'x' is no split",
+    ),
+    "a split into text": (
+        lambda c: c["optimizer"].update(splits={"x": {"sizes": "12", "dim": 0}}),
+        "'x' is no split",
+    ),
+    "a split without a dim": (
+        lambda c: c["optimizer"].update(splits={"x": {"sizes": [1, 2]}}),
+        "'x' is no split",
     ),
     "steps that are text": (lambda c: c["optimizer"]["steps"].update(x="1"), "'x' is no number"),
     "an unknown kind of value": (lambda c: c.update(extra={"$run": "x"}), "no value that was"),
