@@ -26,7 +26,15 @@ class Journal:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all events, oldest first; each has ``kind``, ``time`` and its own facts."""
-        return [line.content for line in self._file.lines()]
+        return self.read_from(0)[0]
+
+    def read_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the events behind ``offset`` and the offset to go on from; 0 is the start."""
+        events = []
+        for content, _, end in self._file.lines(offset):
+            events.append(content)
+            offset = end
+        return events, offset
 
     def last(self, kind: str) -> dict[str, Any] | None:
         """Return the newest event of one kind, None without one."""

@@ -26,6 +26,7 @@ from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
+from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.stop_request import StopFile
@@ -147,12 +148,11 @@ def _conclude(
         files = tokenizer_files(load_tokenizer(spec.data.tokenizer))
         export = export_model(spec.run_dir, newest.path, newest.manifest, config, files)
     continuation = MetricsSpool(spec.run_dir).continuation()
-    kinds = [event["kind"] for event in journal.read()]
     summary = Summary(
         name=spec.name,
         steps=trained["step"],
         tokens=trained["step"] * spec.tokens_per_step,
-        restarts=kinds.count("training_started") - 1,
+        restarts=restarts_of(journal.read()),
         bits_per_byte=trained["evaluation"]["evaluation/bits_per_byte"],
         bigram_bits_per_byte=bigram_bits_per_byte(open_dataset(info.folder)),
         checkpoint=str(newest.path),

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from dmuon_platform.data import check_data
+from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model import build_model, vocabulary_size
 from dmuon_platform.run_folder import JOB_FILE
@@ -83,7 +84,5 @@ def check_earlier_run(spec: JobSpec) -> None:
 
 
 def record_job(spec: JobSpec) -> None:
-    """Leave the resolved job in its run folder, whole or not at all."""
-    temporary = spec.run_dir / f".{JOB_FILE}-{os.getpid()}"
-    temporary.write_text(spec.to_toml(), encoding="utf-8")
-    temporary.replace(spec.run_dir / JOB_FILE)
+    """Leave the resolved job in its run folder, whole or not at all, also after a crash."""
+    write_whole(spec.run_dir / JOB_FILE, spec.to_toml())

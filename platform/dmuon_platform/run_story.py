@@ -34,6 +34,22 @@ def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
     return {key: str(value) for key, value in tags.items()}
 
 
+def restarts_of(events: Events) -> int:
+    """Count the times that training began again before it was through, over all launches.
+
+    To go on with a finished run because it shall have more steps is no restart.
+    """
+    restarts = 0
+    is_underway = False
+    for event in events:
+        if event["kind"] == "training_started":
+            restarts += is_underway
+            is_underway = True
+        elif event["kind"] in ("trained", "restarted"):
+            is_underway = event["kind"] == "restarted"
+    return restarts
+
+
 def plans_of(events: Events) -> dict[str, Mapping[str, Any]]:
     """Return the plan of each attempt: who owns what, what it costs."""
     return {

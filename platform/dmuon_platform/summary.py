@@ -15,7 +15,7 @@ class Summary:
     steps: int
     tokens: int
     restarts: int
-    """Attempts after the first, over all launches."""
+    """Times that training began again before it was through, over all launches."""
     bits_per_byte: float
     """Of the held-out text, by the trained model."""
     bigram_bits_per_byte: float

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import dmuon
 from dmuon_platform.data import Dataset
 from dmuon_platform.errors import Diverged
-from dmuon_platform.evaluation import bits_per_byte
+from dmuon_platform.evaluation import bigram_bits_per_byte, bits_per_byte
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import next_token_loss
 from dmuon_platform.place import Place
@@ -120,7 +121,12 @@ class Training:
         return {
             "evaluation/loss": mean,
             "evaluation/bits_per_byte": bits_per_byte(mean, self.dataset.info),
+            "evaluation/bigram_bits_per_byte": self._bigram_bits_per_byte,  # a line to compare with
         }
+
+    @cached_property
+    def _bigram_bits_per_byte(self) -> float:
+        return bigram_bits_per_byte(self.dataset)
 
     def _forward_backward(self, tokens: list[Tensor], ready: bool, stop: bool) -> float:
         """Add up the mean gradient of the global batch; return its mean loss over all ranks."""

@@ -46,6 +46,9 @@ def test_mlflow_has_one_curve_and_all_facts_of_the_run(reference, tracking):
     assert told == {step: m["train/loss"] for step, m in run.metrics().items()}
     assert tracked.data.tags["weights_sha256"] == run.events("trained")[-1]["weights_sha256"]
     assert tracked.data.params["train.steps"] == str(driver.STEPS)
+    (finished,) = run.events("finished")
+    bigram = finished["bigram_bits_per_byte"]
+    assert tracked.data.metrics["evaluation/bigram_bits_per_byte"] == bigram
 
 
 def test_the_registered_model_generates_text_with_transformers(tracking, tmp_path):

@@ -1,5 +1,6 @@
 """The checkpoints of a run, saved beside its training and restored by real ranks."""
 
+import io
 import os
 import shutil
 import signal
@@ -13,12 +14,14 @@ from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import Diverged, PlatformError
 from dmuon_platform.events import Journal
 from dmuon_platform.place import Place
+from dmuon_platform.progress import ProgressView
 from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.training import Training
 from dmuon_platform.worker import next_step
 from ranks_runner import run_ranks
+from rich.console import Console
 from small_job import small
 from unit.data_builders import build
 
@@ -71,6 +74,19 @@ def saving_of(
     spec: JobSpec, place: Place, attempt: int = 1, facts: Mapping[str, Any] = FACTS
 ) -> Saving:
     return Alone(spec, place, attempt, facts)
+
+
+class Shown:
+    """What the person who launched the job sees of what happens from now on."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._console = Console(file=io.StringIO())
+        self._view = ProgressView(spec, self._console)
+
+    def text(self) -> str:
+        self._view.refresh(last=True)
+        assert isinstance(self._console.file, io.StringIO)
+        return self._console.file.getvalue()
 
 
 def steps_of(spec: JobSpec) -> list[int]:
@@ -143,10 +159,12 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_with_any_workers(spec, n
     run_ranks(2, before)
     assert steps_of(spec) == [2, 3]
     damaged = damage_a_copy_of_newest(spec)
+    shown = Shown(spec)
     run_ranks(num_workers, after)
     (event,) = [e for e in Journal(spec.run_dir).read() if e["kind"] == "checkpoint_damaged"]
     assert str(damaged.parent) in event["damage"]
     assert damaged.name in event["damage"]
+    assert f"{event['damage']}; it is passed over" in shown.text()
     assert damaged.exists()
 
 
@@ -197,9 +215,13 @@ def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec, monkey
         saving.finish()
 
     spec.run_dir.mkdir()
+    shown = Shown(spec)
     run_ranks(2, body)
     failed, saved = Journal(spec.run_dir).read()
     assert "No space left" in failed["problem"]
+    (line,) = shown.text().splitlines()
+    assert line.startswith("the checkpoint of step 1 could not be saved, the next save tries again")
+    assert failed["problem"] in line
     assert saved["kind"] == "checkpoint_saved"
     assert steps_of(spec) == [2]
 

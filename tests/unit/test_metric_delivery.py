@@ -1,7 +1,7 @@
 """Every point arrives once, wherever the drain is killed and whatever the server answers."""
 
 from dmuon_platform.metric_delivery import MetricDelivery
-from dmuon_platform.run_story import plans_of, tags_of
+from dmuon_platform.run_story import plans_of, restarts_of, tags_of
 from dmuon_platform.spool import Continuation, MetricsSpool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,3 +112,17 @@ def test_attempts_and_restarts_become_tags():
         "continuation.different_steps": "0",
     }
     assert plans_of(events) == {"attempt-1": {"x": 1}}
+
+
+def test_going_on_because_a_job_shall_have_more_steps_is_no_restart():
+    def restarts(*kinds: str) -> int:
+        return restarts_of([{"kind": kind} for kind in kinds])
+
+    start, fail, trained, end = "training_started", "restarted", "trained", "finished"
+    assert restarts(start, trained, end) == 0
+    assert restarts(start, trained, end, start, trained, end) == 0
+    assert restarts(start, fail, start, trained, end) == 1
+    assert restarts(start, "ended", "launched", start, trained, end) == 1
+    assert restarts(start, trained, end, start, fail, start, trained, end) == 1
+    assert restarts(start, trained, fail, start, trained, end) == 1, "it failed in its last moment"
+    assert restarts(start, fail, fail, start, trained) == 1, "one attempt ended before it trained"
