@@ -13,10 +13,8 @@ from dmuon.agreement import Courier, gather_objects, raise_together
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError
-from dmuon.names import original_name
+from dmuon.names import is_extra_state, original_name
 from dmuon.parcel import Parcel
-
-_EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state of a module returns
 
 
 class IncompatibleKeys(NamedTuple):
@@ -127,11 +125,6 @@ def _held(dedication: Dedication) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in live_values(dedication):
         if isinstance(value, torch.Tensor) and name not in dedicated:
             yield name, value.to_local() if isinstance(value, DTensor) else value
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a name is that of what ``get_extra_state`` of a module returns."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def live_values(dedication: Dedication) -> list[tuple[str, Any]]:

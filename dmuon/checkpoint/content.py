@@ -16,7 +16,8 @@ from dmuon.checkpoint.assignment import Section
 from dmuon.checkpoint.facts import TensorFacts, facts_of
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError
-from dmuon.model_state import check_names, is_extra_state, live_values
+from dmuon.model_state import check_names, live_values
+from dmuon.names import is_extra_state
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, symmetric_params
 from dmuon.parameter import DedicatedParam

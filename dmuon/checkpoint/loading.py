@@ -324,7 +324,7 @@ class _Loading:
     @cached_property
     def _kept_names(self) -> frozenset[str]:
         """Of all weights in the source, and of what modules kept beside them."""
-        return self._weights.union({} if self.manifest is None else self.manifest.module_state)
+        return self._weights.union(self.source.module_state)
 
     @cached_property
     def _weights(self) -> frozenset[str]:
@@ -346,7 +346,7 @@ class _Loading:
             entry.value.copy_(self._read(name))
 
     def _read_module_state(self) -> None:
-        kept = {} if self.manifest is None else self.manifest.module_state
+        kept = self.source.module_state
         for name in self._module_names:
             if name in kept:
                 value = copy.deepcopy(kept[name])

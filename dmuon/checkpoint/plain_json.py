@@ -62,6 +62,24 @@ def _encode_torch(value: Any, path: str) -> Any:
     raise TypeError(f"{what}: not plain data (dict, list, tuple, text, number, bool, None, dtype)")
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `encode` takes it; also of what has one part in many places, or in itself."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, list | tuple | dict):
+            if id(item) not in seen:
+                seen.add(id(item))
+                left += [*item, *item.values()] if isinstance(item, dict) else item
+        elif isinstance(item, torch.Tensor):
+            if item.ndim > 0 or item.is_meta:
+                return False
+        elif item is not None and not isinstance(item, bool | int | float | str | torch.dtype):
+            return False
+    return True
+
+
 def decode(value: Any) -> Any:
     """Undo `encode`.
 

@@ -1,21 +1,20 @@
 """Where weights are read from: a checkpoint of ours, a Hugging Face folder, or a single file."""
 
 import os
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmuon.checkpoint.assignment import section_of
-from dmuon.checkpoint.facts import DTYPES, TensorFacts, facts_of
+from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.file_names import plain_file
 from dmuon.checkpoint.index_file import INDEX_FILE, read_index
 from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from dmuon.checkpoint.tensor_file import TensorFile, TensorReader, row_range
+from dmuon.checkpoint.pickled_file import PickledFile
+from dmuon.checkpoint.tensor_file import TensorFile, TensorReader
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 _SAFETENSORS_FILE = "model.safetensors"
@@ -29,9 +28,11 @@ class Source(ABC):
 
     Attributes:
         path: of the folder or file.
+        module_state: what ``get_extra_state`` of modules returned beside tensors, as plain data.
     """
 
     path: Path
+    module_state: Mapping[str, Any]
 
     @property
     @abstractmethod
@@ -81,7 +82,8 @@ def open_source(path: Path | str) -> Source:
 
     Args:
         path: a checkpoint folder of ours (checked against its manifest), a Hugging Face folder, or
-            a file: ``.safetensors``, or ``.bin``, ``.pt``, ``.pth`` holding a state dict.
+            a file: ``.safetensors``, or ``.bin``, ``.pt``, ``.pth`` holding a state dict: tensors
+            by name, and plain data where a name ends in ``_extra_state``.
 
     Raises:
         CheckpointError: there is nothing that can be read.
@@ -134,6 +136,7 @@ class CheckpointSource(Source):
         self.path = folder
         self.manifest: Manifest = read_manifest(folder)
         self.reader = TensorReader(folder, self.manifest)
+        self.module_state = self.manifest.module_state
         self._names = {  # and what each is called in its file
             name: name
             for file, tensors in self.manifest.tensors.items()
@@ -195,6 +198,7 @@ class FilesSource(Source):
         self, path: Path, path_of: Mapping[str, Path], open_file: Callable[[Path], WeightFile]
     ) -> None:
         self.path = path
+        self.module_state = {}
         self._path_of = path_of
         self._open_file = open_file
         self._opened: dict[Path, WeightFile] = {}
@@ -205,6 +209,8 @@ class FilesSource(Source):
         file = open_file(path)
         source = cls(path, dict.fromkeys(file.facts, path), open_file)
         source._opened[path] = file
+        if isinstance(file, PickledFile):
+            source.module_state = file.module_state
         return source
 
     @property
@@ -240,56 +246,3 @@ class FilesSource(Source):
         if name not in self._opened[path].facts:
             raise DamagedCheckpointError(path, f"it lacks {name!r}, which the index says it has")
         return self._opened[path]
-
-
-class PickledFile:
-    """A state dict that ``torch.save`` wrote: tensors by name and nothing else.
-
-    It is read without running anything in it, and mapped into memory rather than copied.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        CheckpointError: it holds anything else, or is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            is_mappable = zipfile.is_zipfile(path)  # not so before torch 1.6
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
-        except Exception as error:  # torch raises many kinds, for damage and for what is refused
-            first_line = str(error).partition("\n")[0]
-            reason = f"it is damaged, or holds more than tensors, which is not run: {first_line}"
-            raise CheckpointError(path, f"{reason}; convert it to safetensors") from error
-        self._tensors = self._checked(content)
-        self.facts: Mapping[str, TensorFacts] = {
-            name: facts_of(tensor) for name, tensor in self._tensors.items()
-        }
-        """Of every tensor, in the order of the file."""
-
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or some of its rows; see `TensorFile.read`."""
-        tensor = self._tensors[name]
-        if rows is not None:
-            tensor = tensor.narrow(0, *row_range(name, self.facts[name], rows))
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    def _checked(self, content: object) -> dict[str, Tensor]:
-        if not isinstance(content, dict):
-            raise CheckpointError(self.path, f"it holds a {type(content).__name__}, no state dict")
-        size = self.path.stat().st_size
-        for name, tensor in content.items():
-            if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter):
-                what = f"{name!r:.100} in it is a {type(tensor).__name__}"
-                raise CheckpointError(self.path, f"{what}; only tensors by name can be read")
-            if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
-                what = f"{name!r:.100} in it is {tensor.layout} {tensor.dtype}"
-                raise CheckpointError(self.path, f"{what}, which cannot be read")
-            if tensor.device.type != "cpu":  # meta: there are no values
-                what = f"{name!r:.100} in it is on {tensor.device}"
-                raise CheckpointError(self.path, f"{what}, so it has no values")
-            if tensor.nbytes > size:
-                raise CheckpointError(self.path, f"{name!r:.100} in it is larger than the file")
-        return {name: tensor.detach() for name, tensor in content.items()}

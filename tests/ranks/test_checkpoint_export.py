@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from first_release import recipe
 from ranks_runner import run_ranks
 from safetensors.torch import load_file
 from saved import CONFIG, flip, hand_made, tied, weights_of, write_checkpoints
@@ -160,6 +161,41 @@ def test_a_file_for_torch_has_the_plain_state_of_modules_too(tmp_path: Path) -> 
     model = Counting()
     model.load_state_dict(torch.load(tmp_path / "one.pt", weights_only=True), strict=True)
     assert model.counts == {"seen": 3, "shape": (1, 2)}
+    assert dmuon.diff_checkpoints(tmp_path / "step-1", tmp_path / "one.pt").is_same
+
+    def load(rank: int) -> None:
+        torch.manual_seed(1)
+        model = Counting()
+        model.counts = {}
+        wrap(model, make_mesh(2))
+        dmuon.load_checkpoint(tmp_path / "one.pt", model)
+        assert model.counts == {"seen": 3, "shape": (1, 2)}
+        found = dmuon.get_model_state_dict(model)
+        del found["_extra_state"]
+        assert_equal(found, weights_of(tmp_path / "step-1"))
+        without = wrap(TinyModel(), make_mesh(2))
+        with pytest.raises(dmuon.CheckpointError, match="_extra_state: not in this model"):
+            dmuon.load_checkpoint(tmp_path / "one.pt", without)
+
+    run_ranks(2, load)
+
+
+def test_the_first_release_goes_through_a_file_for_torch(tmp_path: Path) -> None:
+    """Also what modules keep as tensors, and one weight under two names."""
+    dmuon.export_weights(recipe.CHECKPOINT, tmp_path / "all.pt")
+
+    def body(rank: int) -> None:
+        models = [recipe.Model(), recipe.Model()]
+        for model, path in zip(models, (recipe.CHECKPOINT, tmp_path / "all.pt"), strict=True):
+            recipe.forget(model)
+            recipe.wrap(model, make_mesh(2))
+            dmuon.load_checkpoint(path, model)
+        ours, theirs = (dmuon.get_model_state_dict(model) for model in models)
+        assert torch.equal(ours.pop("tensor._extra_state"), theirs.pop("tensor._extra_state"))
+        assert ours.pop("plain._extra_state") == theirs.pop("plain._extra_state")
+        assert_equal(ours, theirs)
+
+    run_ranks(2, body)
 
 
 def tied_llama(transformers: Any) -> Any:

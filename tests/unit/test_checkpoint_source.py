@@ -210,6 +210,25 @@ def test_harmful_shards_are_refused_when_they_are_needed(tmp_path):
     assert not (tmp_path / RAN).exists()
 
 
+def bomb() -> object:
+    """Ten in ten in ten: little in the file, and more than any memory when it is walked."""
+    inner: list[object] = [1]
+    for _ in range(60):
+        inner = [inner] * 10
+    return inner
+
+
+def test_plain_state_of_modules_in_a_pickled_file_is_read_as_it_is(tmp_path):
+    endless: list[object] = [1]
+    endless.append(endless)
+    state = {"a._extra_state": {"n": (1, None, torch.bfloat16)}, "_extra_state": bomb()}
+    content = {**weights(), **state, "b._extra_state": torch.ones(()), "c._extra_state": endless}
+    source = open_source(save_pickled(tmp_path / "x.bin", content))
+    assert set(source.names) == {*weights(), "b._extra_state"}
+    assert source.module_state.keys() == {*state, "c._extra_state"}
+    assert source.module_state["a._extra_state"] == state["a._extra_state"]
+
+
 def huge() -> Tensor:
     return torch.zeros(1).expand(2**40)
 
@@ -221,6 +240,8 @@ def huge() -> Tensor:
         ([torch.ones(3)], "it holds a list, no state dict"),
         ({"model": {"a": torch.ones(3)}}, "'model' in it is a dict; only tensors by name"),
         ({"a": 1}, "'a' in it is a int; only tensors by name"),
+        ({"a._extra_state": {1, 2}}, "'a._extra_state' in it is a set; only tensors by name"),
+        ({"a._extra_state": [torch.ones(2)]}, "'a._extra_state' in it is a list; only tensors"),
         ({1: torch.ones(1)}, "1 in it is a Tensor; only tensors by name"),
         ({"a": torch.ones(2, 2).to_sparse()}, "'a' in it is torch.sparse_coo"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "'a' in it is .*complex128"),
