@@ -20,6 +20,7 @@ from dmuon_platform.catalogue import CATALOGUE_FILE, Catalogue
 from dmuon_platform.checkpoint_delivery import CheckpointCurve, CheckpointDelivery
 from dmuon_platform.events import EVENTS_FILE, Journal
 from dmuon_platform.export import read_export
+from dmuon_platform.lineage import lineage_of
 from dmuon_platform.metric_delivery import MetricDelivery, Records
 from dmuon_platform.registry import register
 from dmuon_platform.run_story import plans_of, tags_of
@@ -177,8 +178,11 @@ class Drain:
         export = read_export(self._run_dir)
         if name is None or export is None or self._delivered.model.get("digest") == export.digest:
             return
+        events = Journal(self._run_dir).read()
+        facts = self._description.facts
+        lineage = lineage_of(self._run_dir.resolve(), export, facts, events)
         alias = self._description.model_alias
-        self._delivered.model = register(self._tracked, export, name, alias)
+        self._delivered.model = register(self._tracked, export, name, alias, lineage)
 
     def _tell_plots(self) -> None:
         status, _ = self._files.wanted()

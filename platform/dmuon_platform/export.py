@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 EXPORT_FOLDER = "export"
 MODEL_FILES = ("model.safetensors", "model-")
 """How the names of the model's files begin."""
+MANIFEST_FILE = "manifest.json"
+"""Of a checkpoint."""
 RECORD_FILE = "dmuon.json"
 """Written last: which checkpoint the folder was made from."""
 
@@ -28,6 +30,10 @@ class Export:
     digest: str
     """Of the weights and all other files: equal for equal exports."""
     step: int
+    checkpoint: str | None = None
+    """Name of the folder of the checkpoint that it was made from."""
+    manifest_sha256: str | None = None
+    """Of that checkpoint's ``manifest.json``, which names the SHA-256 of every file of it."""
 
 
 def export_model(
@@ -66,12 +72,18 @@ def export_model(
         sync(fresh / name)
     for name, data in texts.items():
         write_whole(fresh / name, data)
-    origin = {"step": manifest.step, "digest": digest, "checkpoint": checkpoint.name}
+    manifest_sha256 = hashlib.sha256((checkpoint / MANIFEST_FILE).read_bytes()).hexdigest()
+    origin = {
+        "step": manifest.step,
+        "digest": digest,
+        "checkpoint": checkpoint.name,
+        "manifest_sha256": manifest_sha256,
+    }
     write_whole(fresh / RECORD_FILE, _json({**origin, "versions": dict(manifest.versions)}))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     sync(run_dir)
-    return Export(folder, digest, manifest.step)
+    return Export(folder, digest, manifest.step, checkpoint.name, manifest_sha256)
 
 
 def read_export(run_dir: Path) -> Export | None:
@@ -79,7 +91,13 @@ def read_export(run_dir: Path) -> Export | None:
     folder = run_dir / EXPORT_FOLDER
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-        return Export(folder, record["digest"], record["step"])
+        return Export(
+            folder,
+            record["digest"],
+            record["step"],
+            record.get("checkpoint"),
+            record.get("manifest_sha256"),
+        )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

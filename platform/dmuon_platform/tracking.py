@@ -160,7 +160,7 @@ def describe(spec: JobSpec, facts: Mapping[str, Any], run_key: str) -> Descripti
         run_key=run_key,
         params=dict(_params(spec.model_dump(mode="json"))),
         job_toml=spec.to_toml(),
-        facts=json.loads(json.dumps(dict(facts), default=str)),
+        facts=json.loads(json.dumps({"spec_digest": spec.digest(), **facts}, default=str)),
         artifact_folder=None if is_served else str(storage / ARTIFACTS_FOLDER),
         model_name=(spec.export.registered_model or spec.name) if spec.export.enabled else None,
         model_alias=spec.export.alias,

@@ -1,11 +1,13 @@
 """The default tracker, an SQLite file: what it is told, and the model that comes out of it."""
 
+import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 from dmuon_platform.data.tokenizer import load_tokenizer, tokenizer_files
@@ -141,6 +143,33 @@ def test_asked_again_after_any_interruption_there_is_one_version(tmp_path, clien
     (model,) = client.search_logged_models([experiment])
     assert str(model.status) == "READY"
     assert client.get_model_version_by_alias("tracked-model", "newest").version == version.version
+
+
+def test_a_version_says_what_it_was_made_from_and_takes(tmp_path, client_of):
+    spec = small_job(tmp_path)
+    model = finish_training(spec)
+    Journal(spec.run_dir).append("trained", step=50, weights_sha256="w" * 64)
+    assert drain_of(spec, FACTS).deliver()
+    version = client_of(spec).get_model_version_by_alias("tracked-model", "newest")
+    checkpoint = spec.run_dir / "checkpoints" / "step-00000050"
+    manifest = (checkpoint / "manifest.json").read_bytes()
+    expected = {
+        "dataset.digest": "d" * 64,
+        "spec_digest": spec.digest(),
+        "git.commit": "c" * 40,
+        "git.dirty": "False",
+        "checkpoint.uri": checkpoint.as_uri(),
+        "checkpoint.manifest_sha256": hashlib.sha256(manifest).hexdigest(),
+        "weights_sha256": "w" * 64,
+    }
+    assert expected.items() <= version.tags.items()
+    mlflow.set_tracking_uri(f"sqlite:///{spec.run_dir.parent}/mlflow.db")
+    info = mlflow.models.get_model_info("models:/tracked-model@newest")
+    assert expected.items() <= info.metadata.items()
+    (ids,), (logits,) = info.signature.inputs, info.signature.outputs
+    assert (ids.name, ids.type, ids.shape) == ("input_ids", np.dtype("int64"), (-1, -1))
+    out = model(torch.zeros(1, 3, dtype=torch.long)).logits
+    assert (logits.name, logits.shape[2]) == ("logits", out.shape[2])
 
 
 GENERATE = """

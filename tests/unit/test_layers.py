@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/data/tokenise.py": OURS | {"ray", "numpy", "pyarrow"},
     # mlflow, each file named
     "platform/dmuon_platform/metric_delivery.py": OURS | {"mlflow"},
+    "platform/dmuon_platform/model_signature.py": OURS | {"mlflow", "numpy"},
     "platform/dmuon_platform/registry.py": OURS | {"mlflow"},
     "platform/dmuon_platform/tracked_run.py": OURS | {"mlflow"},
     # other libraries, each where it belongs
