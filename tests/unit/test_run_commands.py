@@ -47,6 +47,20 @@ def leave_run(storage: Path, name: str = "mine", steps: int = STEPS) -> Path:
     return spec.run_dir
 
 
+def beat_of(attempt: int, progress: float) -> Heartbeat:
+    return Heartbeat(
+        attempt=attempt,
+        rank=0,
+        host="far",
+        pid=11,
+        step=31,
+        phase=Phase.DATA,
+        count=1,
+        progress=progress,
+        time=progress,
+    )
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -107,8 +121,7 @@ def test_every_end_has_its_state_and_an_exit_code_for_a_scheduler(tmp_path, even
 def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, capsys):
     folder = leave_run(tmp_path)
     Journal(folder).append("training_started", attempt=2, step=30, workers=[])
-    beat = Heartbeat(2, 0, "far", 11, 31, Phase.DATA, time.time() - 100, time.time())
-    Heartbeats(folder).write(beat)
+    Heartbeats(folder).write(beat_of(attempt=2, progress=time.time() - 100))
     with driver_of(folder) as driver:
         assert dmuon("status", folder, "--json") == 3
         told = json.loads(capsys.readouterr().out)
@@ -219,7 +232,7 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
     folder = leave_run(tmp_path)
     with driver_of(folder):
         pass
-    Heartbeats(folder).write(Heartbeat(1, 0, "far", 11, 31, Phase.DATA, 1.0, 1.0))
+    Heartbeats(folder).write(beat_of(attempt=1, progress=1.0))
     (folder / "tracking").mkdir()
     (folder / "tracking" / "delivered.json").write_text('{"uri": "x", "run_id": "y"}')
     (folder / "stop.json").write_text('{"launch": 1}')
