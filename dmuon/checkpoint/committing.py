@@ -50,6 +50,7 @@ class Work:
         collected: what this rank writes, by key; gone when this is done.
         group: where the ranks meet; None for one rank alone.
         ready: what the first rank brings.
+        has_lost_group: the group is of no use any more.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class Work:
     collected: dict[str, torch.Tensor]
     group: dist.ProcessGroup | None
     ready: Ready
+    has_lost_group: bool = False
 
     def commit(self) -> Manifest:
         """Write this rank's files; on the first rank then the manifest. Collective over the group.
@@ -68,11 +70,13 @@ class Work:
         try:
             manifest, failures = self._commit(Meeting(self.group))
         except RuntimeError as error:
+            self.has_lost_group = True
             first_line = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 self.folder,
-                "another rank is gone, so it is not known to be whole; its manifest, if it has "
-                f"one, tells. The backend says: {first_line}",
+                "another rank is gone, or took longer than the timeout of the save, so it is not "
+                "known to be whole; its manifest, if it has one, tells. The backend says: "
+                f"{first_line}",
             ) from error
         finally:
             self.collected.clear()

@@ -26,6 +26,7 @@ class SaveHandle:
         self._manifest: Manifest | None = None
         self._error: CheckpointError | None = None
         self._was_raised = False
+        self._has_lost_group = False
 
     @property
     def done(self) -> bool:
@@ -58,8 +59,9 @@ class SaveHandle:
             self._manifest = work.commit()
         except CheckpointError as error:  # kept for `wait`
             self._error = error
-        except Exception as error:
+        except Exception as error:  # whatever it is, `wait` must tell
             self._error = CheckpointError(self.path, f"{type(error).__name__}: {error}")
+        self._has_lost_group = work.has_lost_group
         try:
             if self._error is not None and warns:
                 warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)

@@ -54,8 +54,27 @@ from dmuon.splits import splits_of
 _TIMEOUT = timedelta(minutes=30)
 _PACKAGES = ("dmuon", "torch", "safetensors")
 _last: WeakKeyDictionary[Dedication, SaveHandle] = WeakKeyDictionary()
-_busy: WeakKeyDictionary[dist.ProcessGroup, SaveHandle] = WeakKeyDictionary()
-"""The save that meets over a group; those of other models wait for it, as on all ranks."""
+
+
+@dataclass
+class _Lane:
+    """Where saves over the same ranks meet in the background, one after another.
+
+    Attributes:
+        last: the newest of them, of whatever model; the next waits for it, as on all ranks.
+        number: of the group; equal on all ranks. One that failed on any rank is never used again.
+    """
+
+    last: SaveHandle | None = None
+    number: int = 0
+
+    @property
+    def next_number(self) -> int:
+        """What this rank knows of it."""
+        return self.number + (self.last is not None and self.last._has_lost_group)
+
+
+_lanes: WeakKeyDictionary[dist.ProcessGroup, _Lane] = WeakKeyDictionary()
 
 
 def save_checkpoint(  # noqa: PLR0913 - the public signature
@@ -105,10 +124,9 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     given = _Given(step, extra or {}, files or {}, timeout)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, given)
-    handle = SaveHandle(folder, after=None if work.group is None else _busy.get(work.group))
-    _last[dedication] = handle
-    if work.group is not None:
-        _busy[work.group] = handle
+    lane = _lane_of(dedication)
+    handle = SaveHandle(folder, after=None if work.group is None else lane.last)
+    _last[dedication] = lane.last = handle
     if async_save:
         handle._run_beside(work, timeout)
     else:
@@ -135,10 +153,12 @@ def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given
     unheard = None if previous is None else previous._unheard_error()
     started = () if optimizer is None else optimizer.state
     mine = [param.name for param in dedication.params if param.param in started]
-    everyones = tell_all(dedication, (unheard, mine))
-    if error := next((error for error, _ in everyones if error is not None), None):
+    lane = _lane_of(dedication)
+    everyones = tell_all(dedication, (unheard, mine, lane.next_number))
+    lane.number = max(number for _, _, number in everyones)
+    if error := next((error for error, _, _ in everyones if error is not None), None):
         raise error
-    have_momentum = frozenset(name for _, names in everyones for name in names)
+    have_momentum = frozenset(name for _, names, _ in everyones for name in names)
     content = content_of(dedication, optimizer, have_momentum)
     _agree(folder, dedication, content, given.timeout)
     ready = Ready()
@@ -153,8 +173,14 @@ def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given
     }
     collected = collect(dedication, optimizer, content.entries, writer_of)
     group = dedication.owner_map.everyone
-    background = cpu_group("checkpoint", group, given.timeout) if group.size() > 1 else None
+    background: dist.ProcessGroup | None = None
+    if group.size() > 1:
+        background = cpu_group(f"checkpoint {lane.number}", group, given.timeout)
     return Work(folder, content.entries, assignment, collected, background, ready)
+
+
+def _lane_of(dedication: Dedication) -> _Lane:
+    return _lanes.setdefault(dedication.owner_map.everyone, _Lane())
 
 
 def _item(entry: Entry, dedication: Dedication) -> Item:
