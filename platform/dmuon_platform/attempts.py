@@ -45,11 +45,18 @@ class Attempts:
             "launch": launch,
         }
         self._watch = watch
+        self._number = 0
 
     def run(self) -> tuple[int, dict[str, Any] | Cause]:
         """Do one attempt; return its number, and its result or the cause of its end."""
-        attempt = CheckpointStore(self._spec.run_dir).acquire_attempt()
-        set_damaged_snapshot_aside(self._spec.run_dir)
+        try:
+            attempt = CheckpointStore(self._spec.run_dir).acquire_attempt()
+            set_damaged_snapshot_aside(self._spec.run_dir)
+        except OSError as error:  # a full disk: what failed before is what the user should read
+            self._number += 1
+            text = f"No attempt could begin, since {self._spec.run_dir} cannot be written: {error}"
+            return self._number, Cause(text, "", died=True)
+        self._number = attempt
         trainer = _trainer(self._spec, {**self._config, "attempt": attempt})
         outcome: list[dict[str, Any] | Cause] = []
 

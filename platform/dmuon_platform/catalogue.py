@@ -5,12 +5,12 @@ loads a checkpoint reads its manifest, and a line that says something else is re
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dmuon_platform.backlog import Backlog
 from dmuon_platform.line_file import LineFile
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Catalogue:
     def __init__(self, run_dir: Path) -> None:
         self._file = LineFile(run_dir / CATALOGUE_FILE)
         self._entries: dict[str, Entry] | None = None
-        self._waiting: deque[Entry] = deque()
+        self._waiting = Backlog(self._file)
 
     def entries(self) -> Mapping[str, Entry]:
         """Return what is known by the names of folders, the deleted ones too."""
@@ -73,10 +73,8 @@ class Catalogue:
         is_new = known.get(entry.folder) != entry
         if is_new:
             known[entry.folder] = entry
-            self._waiting.append(entry)
-        while self._waiting:
-            self._file.append(asdict(self._waiting[0]), sync=False)  # what is lost is made again
-            self._waiting.popleft()
+            self._waiting.add(asdict(entry))
+        self._waiting.write(sync=False)  # what is lost is made again
         return is_new
 
     def size(self) -> int:

@@ -1,9 +1,11 @@
 """The journal of a run: what happened to it, in order, over all its attempts."""
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform.backlog import Backlog
 from dmuon_platform.line_file import LineFile
 
 EVENTS_FILE = "events.jsonl"
@@ -14,6 +16,7 @@ class Journal:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = LineFile(run_dir / EVENTS_FILE)
+        self._waiting = Backlog(self._file)
 
     def append(self, kind: str, **data: Any) -> None:
         """Write down that something happened; on the disk when this returns.
@@ -21,8 +24,23 @@ class Journal:
         Args:
             kind: What happened, such as ``"restarted"``.
             data: Facts about it, as ``json`` can write them.
+
+        Raises:
+            OSError: It cannot be written yet, and waits for the next call of this or `note`.
         """
-        self._file.append({"kind": kind, "time": time.time(), **data})
+        self._waiting.add({"kind": kind, "time": time.time(), **data})
+        self._waiting.write()
+
+    def note(self, kind: str, **data: Any) -> None:
+        """Do as `append`, and go on with a warning where it cannot be written yet."""
+        try:
+            self.append(kind, **data)
+        except OSError as error:
+            warnings.warn(
+                f"{self._file.path} cannot be written ({error.strerror or error}); "
+                f"{len(self._waiting)} events wait in memory, the last one is {kind} {data}",
+                stacklevel=2,
+            )
 
     def read(self) -> list[dict[str, Any]]:
         """Return all events, oldest first; each has ``kind``, ``time`` and its own facts."""

@@ -112,7 +112,7 @@ def _train(
         return trained  # an earlier launch came this far, and not to the end
 
     def note(failure: Failure) -> None:
-        journal.append(
+        journal.note(
             "restarted",
             attempt=failure.attempt,
             step=failure.step,

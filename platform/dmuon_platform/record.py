@@ -23,12 +23,23 @@ class Record:
     def started(self, step: int, plan: Any) -> None:
         """Note where this attempt starts and which processes it is. Collective."""
         workers = self._place.gather({"host": socket.gethostname(), "pid": os.getpid()})
-        self._note("training_started", step=step, workers=workers, plan=plan.to_dict())
+        if self._journal is not None:
+            facts = {"step": step, "workers": workers, "plan": plan.to_dict()}
+            self._journal.note("training_started", attempt=self._attempt, **facts)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Note what came out of a step."""
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
+
+    def sync(self) -> None:
+        """Wait until the metrics are on the disk, before a checkpoint that is ahead of them.
+
+        Raises:
+            OSError: There is no room for them.
+        """
+        if self._spool is not None:
+            self._spool.sync()
 
     def stopped(self, result: dict[str, Any]) -> None:
         """Note that the training ended before its last step because somebody asked for it."""

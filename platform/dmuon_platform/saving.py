@@ -50,6 +50,15 @@ class Saving:
 
     One checkpoint at a time is written beside the training. It counts from the moment it is
     committed, which all ranks do together in `settle`.
+
+    Args:
+        spec: The job.
+        place: Of this rank.
+        attempt: Its number.
+        facts: That every checkpoint records.
+        on_progress: Told that a save comes forward.
+        before_commit: Writes the metrics up to a checkpoint, on rank 0. When that raises OSError
+            the checkpoint does not count either, so a run that goes on from one lacks no step.
     """
 
     def __init__(
@@ -59,12 +68,14 @@ class Saving:
         attempt: int,
         facts: Mapping[str, Any],
         on_progress: Callable[[Phase], None] = lambda phase: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._place = place
         self._attempt = attempt
         self._facts = dict(facts)
         self._on_progress = on_progress
+        self._before_commit = before_commit
         self._journal = Journal(spec.run_dir)
         self._store = CheckpointStore(spec.run_dir, self._on_damage)
         self._pending: _Pending | None = None
@@ -193,6 +204,11 @@ class Saving:
 
     def _commit(self, step: int) -> _Outcome:
         try:
+            self._before_commit()
+        except OSError as error:
+            self._store.discard(step, self._attempt)
+            return _Outcome(problem=f"the metrics up to it cannot be written: {error}")
+        try:
             saved = self._store.commit(step, self._attempt)
         except (OSError, dmuon.CheckpointError) as error:
             return _Outcome(problem=str(error))
@@ -219,8 +235,7 @@ class Saving:
         self._note("checkpoint_damaged", damage=str(damage))
 
     def _note(self, kind: str, **data: Any) -> None:
-        with suppress(OSError):  # the disk may be full for the journal too
-            self._journal.append(kind, attempt=self._attempt, **data)
+        self._journal.note(kind, attempt=self._attempt, **data)  # the disk may be full for it too
 
     def _mirror(self, step: int, path: Path) -> None:
         """Tell Ray, with a pointer: Ray may then prune what it knows, and never our files."""

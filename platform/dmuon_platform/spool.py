@@ -2,12 +2,12 @@
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform.backlog import Backlog
 from dmuon_platform.line_file import Line, LineFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,7 +61,7 @@ class MetricsSpool:
     def __init__(self, run_dir: Path, file_name: str = METRICS_FILE) -> None:
         self._file = LineFile(run_dir / file_name)
         self._starts: dict[int, int] | None = None  # of lines by step; read by the first append
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting = Backlog(self._file, self._note_start)
         self._synced_at = 0.0
 
     def append(self, step: int, metrics: Mapping[str, float], wall_time: float) -> Replay | None:
@@ -82,8 +82,15 @@ class MetricsSpool:
             content["replay"] = {key: list(pair) for key, pair in replay.differences.items()}
             metrics = {key: value for key, value in metrics.items() if key not in earlier}
         content["metrics"] = {key: float(value) for key, value in metrics.items()}
-        self._waiting.append(content)
-        self._write_waiting()
+        self._waiting.add(content)
+        try:
+            self._write_waiting()
+        except OSError as error:
+            warnings.warn(
+                f"{self._file.path} cannot be written ({error.strerror or error}); "
+                f"{len(self._waiting)} lines wait in memory",
+                stacklevel=2,
+            )
         return replay
 
     def read_from(self, offset: int, max_records: int | None = None) -> tuple[list[Record], int]:
@@ -109,7 +116,11 @@ class MetricsSpool:
         return Continuation(equal, len(replays) - equal)
 
     def sync(self) -> None:
-        """Wait until everything is on the disk, as far as there is room."""
+        """Wait until everything is on the disk.
+
+        Raises:
+            OSError: There is no room for all of it.
+        """
         self._write_waiting()
         self._file.sync()
 
@@ -130,22 +141,13 @@ class MetricsSpool:
 
     def _write_waiting(self) -> None:
         due = time.monotonic() - self._synced_at >= SYNC_EVERY_S
-        while self._waiting:
-            content = self._waiting[0]
-            try:
-                start = self._file.append(content, sync=due)
-            except OSError as error:
-                warnings.warn(
-                    f"{self._file.path} cannot be written ({error.strerror or error}); "
-                    f"{len(self._waiting)} lines wait in memory",
-                    stacklevel=3,
-                )
-                return
-            self._waiting.popleft()
-            if self._starts is not None and "replay" not in content:
-                self._starts[content["step"]] = start
+        self._waiting.write(sync=due)
         if due:
             self._synced_at = time.monotonic()
+
+    def _note_start(self, content: Mapping[str, Any], start: int) -> None:
+        if self._starts is not None and "replay" not in content:
+            self._starts[content["step"]] = start
 
 
 def _record(content: Mapping[str, Any]) -> Record | None:

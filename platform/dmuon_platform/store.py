@@ -118,13 +118,17 @@ class CheckpointStore:
                     _set_aside(final, "replaced")
                 folder.rename(final)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # ours, and never a checkpoint
+            self.discard(step, attempt)
             raise
         sync(self.folder)
         saved = Checkpoint(final, manifest)
         self.note_verified(saved)
         self._record(saved)
         return saved
+
+    def discard(self, step: int, attempt: int | None = None) -> None:
+        """Delete what was written and not committed; arguments as given to `begin`."""
+        shutil.rmtree(self._writing(step, attempt), ignore_errors=True)
 
     def list(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first; sizes are checked, contents are not."""

@@ -33,8 +33,9 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         model, optimizer, plan = assemble(spec, place)
         dataset = open_dataset(Path(config["dataset"]))
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
-        saving = Saving(spec, place, config["attempt"], config["facts"], pulse.at)
         record = Record(spec, place, config["attempt"])
+        attempt, facts = config["attempt"], config["facts"]
+        saving = Saving(spec, place, attempt, facts, pulse.at, record.sync)
         return train(spec, training, saving, pulse, record, plan)
 
 

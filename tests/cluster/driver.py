@@ -65,7 +65,7 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Every step's metrics; those of a clock left out."""
-        records = [json.loads(line) for line in _lines(self.folder / "metrics.jsonl")]
+        records = self.lines("metrics.jsonl")
         return {
             r["step"]: {k: v for k, v in r["metrics"].items() if k.startswith(("train", "eval"))}
             for r in records
@@ -74,13 +74,15 @@ class Run:
 
     def replays(self) -> list[dict[str, Any]]:
         """The steps that were done again, each with what came out differently."""
-        records = [json.loads(line) for line in _lines(self.folder / "metrics.jsonl")]
-        return [r for r in records if "replay" in r]
+        return [r for r in self.lines("metrics.jsonl") if "replay" in r]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The journal's entries of one kind."""
-        records = [json.loads(line) for line in _lines(self.folder / "events.jsonl")]
-        return [r for r in records if r["kind"] == kind]
+        return [r for r in self.lines("events.jsonl") if r["kind"] == kind]
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """What is in one of its files."""
+        return [json.loads(line) for line in _lines(self.folder / name)]
 
 
 def _lines(path: Path) -> list[str]:

@@ -226,6 +226,28 @@ def test_a_background_save_that_fails_is_noted_and_training_goes_on(spec, monkey
     assert steps_of(spec) == [2]
 
 
+def test_a_checkpoint_never_counts_before_the_metrics_of_its_steps_are_on_the_disk(spec) -> None:
+    def body(rank: int) -> None:
+        place, training = prepare(spec)
+        full = [OSError(28, "No space left on device")]
+
+        def write_metrics() -> None:
+            assert rank == 0
+            if full:
+                raise full.pop()
+
+        saving = Alone(spec, place, 1, FACTS, before_commit=write_metrics)
+        train_and_save(spec, saving, training, range(2))
+        saving.finish()
+
+    spec.run_dir.mkdir()
+    run_ranks(2, body)
+    failed, saved = Journal(spec.run_dir).read()
+    assert (failed["step"], saved["step"]) == (1, 2)
+    assert "metrics" in failed["problem"]
+    assert [each.name for each in (spec.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+
+
 @pytest.mark.filterwarnings("ignore:no checkpoint was made")
 def test_a_worker_killed_while_it_writes_leaves_the_older_checkpoint_and_a_named_folder(
     spec, monkeypatch

@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from contextlib import contextmanager
 
 import pytest
 from dmuon_platform.events import Journal
@@ -75,28 +76,57 @@ def test_metrics_that_a_replayed_step_did_not_have_are_added(tmp_path):
     assert [each.metrics for each in records] == [{"train/loss": 0.5}, {"evaluation/loss": 0.7}]
 
 
-def test_a_full_disk_does_not_stop_the_training_and_loses_no_line(tmp_path, monkeypatch):
-    spool = MetricsSpool(tmp_path)
-    spool.append(1, {"train/loss": 1.0}, 0.0)
-    room = 10
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A context in which a disk takes 10 bytes more and is full then."""
     write = os.write
 
-    def full(file: int, data: bytes) -> int:
-        nonlocal room
-        if room == 0:
-            raise OSError(28, "No space left on device")
-        taken = write(file, data[:room])
-        room -= taken
-        return taken
+    @contextmanager
+    def full():
+        room = 10
 
-    with monkeypatch.context() as patch:
-        patch.setattr("dmuon_platform.line_file.os.write", full)
+        def write_as_far_as_it_goes(file: int, data: bytes) -> int:
+            nonlocal room
+            if room == 0:
+                raise OSError(28, "No space left on device")
+            taken = write(file, data[:room])
+            room -= taken
+            return taken
+
+        with monkeypatch.context() as patch:
+            patch.setattr("dmuon_platform.line_file.os.write", write_as_far_as_it_goes)
+            yield
+
+    return full
+
+
+def test_a_full_disk_does_not_stop_the_training_and_loses_no_line(tmp_path, full_disk):
+    spool = MetricsSpool(tmp_path)
+    spool.append(1, {"train/loss": 1.0}, 0.0)
+    with full_disk():
         for step in (2, 3):
             with pytest.warns(UserWarning, match="No space"):
                 spool.append(step, {"train/loss": 1.0}, 0.0)
+        with pytest.raises(OSError, match="No space"):
+            spool.sync()
     assert steps(tmp_path) == [1]
     spool.append(4, {"train/loss": 1.0}, 0.0)
     assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_what_could_not_be_noted_on_a_full_disk_is_in_the_journal_later_in_order(
+    tmp_path, full_disk
+):
+    journal = Journal(tmp_path)
+    with full_disk():
+        with pytest.warns(UserWarning, match="checkpoint_failed"):
+            journal.note("checkpoint_failed", step=10)
+        with pytest.raises(OSError, match="No space"):
+            journal.append("trained", step=20)
+    assert journal.read() == []
+    journal.note("checkpoint_saved", step=30)
+    assert [event["step"] for event in journal.read()] == [10, 20, 30]
+    assert [event["time"] for event in journal.read()] == sorted(e["time"] for e in journal.read())
 
 
 def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path):
