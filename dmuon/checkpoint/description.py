@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.checkpoint.assignment import SECTIONS, section_of
+from dmuon.checkpoint.file_names import local_path
 from dmuon.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -125,7 +126,7 @@ def checkpoint_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(path)
+    folder = local_path(path)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(folder, f"{what}; give the folder of a checkpoint")

@@ -93,7 +93,7 @@ def diff_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Ch
         CheckpointError: one of them cannot be read. Hashes are not compared, see
             ``verify_checkpoint``.
     """
-    ours, theirs = open_source(Path(a)), open_source(Path(b))
+    ours, theirs = open_source(a), open_source(b)
     manifests = _manifest(ours), _manifest(theirs)
     weights_only = None in manifests
     in_a = _names(ours, theirs, weights_only)

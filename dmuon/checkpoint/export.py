@@ -18,6 +18,7 @@ from torch import Tensor
 from dmuon.checkpoint.description import checkpoint_folder
 from dmuon.checkpoint.durable_file import sync, write_file
 from dmuon.checkpoint.facts import TensorFacts, facts_of
+from dmuon.checkpoint.file_names import local_path
 from dmuon.checkpoint.header import read_header
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
 from dmuon.checkpoint.plain_json import encode
@@ -79,7 +80,7 @@ def export_weights(
     """
     if max_shard_bytes < 1:
         raise SetupError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    target = Path(target)
+    target = local_path(target)
     _check_unused(target)
     source = _open(path)
     with _new(target) as temporary:

@@ -1,11 +1,28 @@
-"""Names of files that come from a checkpoint itself, which may be anybody's: only plain ones."""
+"""Paths that are given, and names of files that come from a checkpoint, which may be anybody's."""
 
 import os
+import re
 from pathlib import Path, PureWindowsPath
 
-from dmuon.errors import DamagedCheckpointError
+from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 _LONGEST = 255  # bytes, on most file systems
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two; C:/ is none
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path that was given, which must be one of the file system.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
+    if _URL.match(os.fspath(path)):
+        raise CheckpointError(
+            Path(path),
+            "it is a URL, but checkpoints are written and read in folders alone; mount that "
+            "storage, or copy between it and a folder: dmuon checkpoint copy SOURCE TARGET",
+        )
+    return Path(path)
 
 
 def check_plain(name: str) -> None:

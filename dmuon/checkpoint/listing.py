@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon.checkpoint.assignment import section_of
+from dmuon.checkpoint.file_names import local_path
 from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
 from dmuon.checkpoint.unfinished import MARK_FILE
 from dmuon.errors import CheckpointError, DamagedCheckpointError
@@ -73,7 +74,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> CheckpointList:
     Raises:
         CheckpointError: there is no such folder, or it is itself a checkpoint.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else "there is no such folder"
         raise CheckpointError(folder, f"{what}; give the folder that checkpoints were saved in")

@@ -97,7 +97,7 @@ def load_checkpoint(
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.LOAD_CHECKPOINT)
     folder = Path(path)
-    source = _open(folder, dedication, verify_hashes)
+    source = _open(path, dedication, verify_hashes)
     manifest = _manifest_of(source)
     content = content_of(dedication, optimizer, _trained(manifest))
     # the optimizer's present state says nothing about the one that is loaded
@@ -132,13 +132,14 @@ def _other_splits(manifest: Manifest | None, dedication: Dedication) -> dict[str
     return other_splits(facts.splits, dedication.params)
 
 
-def _open(folder: Path, dedication: Dedication, hashes: bool) -> Source:
+def _open(path: str | os.PathLike[str], dedication: Dedication, hashes: bool) -> Source:
     """Open and verify; each rank looks at its share of the files. Collective over the mesh."""
+    folder = Path(path)
     opened: list[Source] = []
     me, size = dedication.owner_map.rank, dedication.owner_map.num_owners
 
     def open_mine() -> None:
-        source = open_source(folder)
+        source = open_source(path)
         source.verify(hashes=hashes, only=sorted(source.files)[me::size])
         opened.append(source)
 

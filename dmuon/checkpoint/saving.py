@@ -33,7 +33,7 @@ from dmuon.checkpoint.content import (
     ShardedEntry,
     content_of,
 )
-from dmuon.checkpoint.file_names import check_plain
+from dmuon.checkpoint.file_names import check_plain, local_path
 from dmuon.checkpoint.gathering import collect
 from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.index_file import INDEX_FILE
@@ -95,7 +95,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     there, which is written last.
 
     Args:
-        path: a folder that does not exist yet or is empty, on storage that all ranks share. What a
+        path: a folder, no URL, that does not exist or is empty, on storage all ranks share. What a
             save left there that was killed is moved beside it, with a warning on the first rank.
         model: as given to ``dedicate_params``.
         optimizer: its ``dmuon.Muon``; None saves weights alone.
@@ -121,7 +121,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     """
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.SAVE_CHECKPOINT)
-    given = _Given(step, extra or {}, files or {}, timeout)
+    given = _Given(path, step, extra or {}, files or {}, timeout)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, given)
     lane = _lane_of(dedication)
@@ -138,8 +138,9 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
 
 @dataclass(frozen=True)
 class _Given:
-    """What the caller adds."""
+    """What the caller gives."""
 
+    path: str | os.PathLike[str]
     step: int | None
     extra: Mapping[str, Any]
     files: Mapping[str, bytes]
@@ -211,6 +212,7 @@ def _make_ready(
     """Check what the caller adds, and make the folder; local, on the first rank."""
     ready = Ready()
     try:
+        local_path(given.path)
         _check_timeout(given.timeout)
         _check_tensors(dedication, content)
         ready.head = _head(dedication, optimizer, content, given)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmuon.checkpoint.assignment import section_of
 from dmuon.checkpoint.facts import TensorFacts
-from dmuon.checkpoint.file_names import plain_file
+from dmuon.checkpoint.file_names import local_path, plain_file
 from dmuon.checkpoint.index_file import INDEX_FILE, read_index
 from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from dmuon.checkpoint.pickled_file import PickledFile
@@ -77,7 +77,7 @@ class Source(ABC):
         """
 
 
-def open_source(path: Path | str) -> Source:
+def open_source(path: str | os.PathLike[str]) -> Source:
     """Open whatever weights are at ``path``; nothing in it is ever run.
 
     Args:
@@ -88,7 +88,7 @@ def open_source(path: Path | str) -> Source:
     Raises:
         CheckpointError: there is nothing that can be read.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():

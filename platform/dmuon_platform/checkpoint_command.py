@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import dmuon
+from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
+from dmuon_platform.errors import CopyError, DamagedSourceError
 
 GOOD, DIFFERENT, BAD_USE = 0, 1, 2
 _MIB = 2**20
@@ -38,12 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments of ``dmuon checkpoint`` ask, print the answer, return the exit code."""
     try:
         answer = _ACTIONS[arguments.action](arguments)
-    except (dmuon.DMuonError, OSError) as error:
+    except (dmuon.DMuonError, CopyError, OSError) as error:
         if arguments.traceback:
             traceback.print_exc()
         else:
             print(f"dmuon: {_line(str(error))}", file=sys.stderr)
-        is_damaged = isinstance(error, dmuon.DamagedCheckpointError | OSError)
+        damage = dmuon.DamagedCheckpointError | DamagedSourceError | OSError
+        is_damaged = isinstance(error, damage)
         return DIFFERENT if is_damaged else BAD_USE
     if arguments.json:
         print(json.dumps(_plain(answer.facts), indent=2, allow_nan=False))
@@ -197,6 +200,24 @@ def _export(arguments: argparse.Namespace) -> _Answer:
     return _Answer(facts, lines)
 
 
+def _copy(arguments: argparse.Namespace) -> _Answer:
+    source, target = (Place.of(text) for text in (arguments.source, arguments.target))
+    done = copy_checkpoint(source, target)
+    facts = {
+        "source": source.text,
+        "target": target.text,
+        "step": done.step,
+        "files": done.files,
+        "kept": done.kept,
+    }
+    rows = [(name, _mib(size)) for name, size in done.files.items()]
+    lines = [
+        f"step {done.step}, {_mib(sum(done.files.values()))} MiB, copied to {target.text}",
+        *_table(("FILE", "MIB"), rows),
+    ]
+    return _Answer(facts, lines)
+
+
 def _diff(arguments: argparse.Namespace) -> _Answer:
     found = dmuon.diff_checkpoints(arguments.a, arguments.b)
     kinds = {
@@ -264,6 +285,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], _Answer]] = {
     "show": _show,
     "verify": _verify,
     "export": _export,
+    "copy": _copy,
     "diff": _diff,
 }
 

@@ -192,6 +192,9 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--max-shard-mib", type=int, default=5120, help="of one file in the folder; default 5120"
     )
+    copy = actions.add_parser("copy", help="to or from other storage, such as s3://bucket/folder")
+    copy.add_argument("source", metavar="SOURCE", help="a checkpoint: a folder, or a URL")
+    copy.add_argument("target", metavar="TARGET", help="a new folder, or the URL of one")
     diff = actions.add_parser("diff", help="what differs between two checkpoints")
     for name in ("a", "b"):
         diff.add_argument(name, metavar=name.upper(), help="a checkpoint, or other weights")

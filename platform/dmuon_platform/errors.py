@@ -4,7 +4,9 @@
     ├── SpecError     78   the job file, or what it asks for, is wrong: nothing was started
     ├── GracefulStop  75   stopped on request after a checkpoint: submit again to go on
     ├── Diverged      86   the loss or a gradient is no longer a number
-    └── FatalError    70   the same failure again: another attempt would not help
+    ├── FatalError    70   the same failure again: another attempt would not help
+    └── CopyError      2   a checkpoint that cannot be copied as asked
+        └── DamagedSourceError  1   because it is not whole
 
 A message names the thing, the rule and the way out. Only the message is carried, so all of them
 survive the pickling by which Ray sends errors between processes.
@@ -44,6 +46,18 @@ class FatalError(PlatformError):
     """A failure that another attempt would only repeat."""
 
     exit_code: ClassVar[int] = 70
+
+
+class CopyError(PlatformError):
+    """A checkpoint cannot be copied as asked; what is at the target is none."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class DamagedSourceError(CopyError):
+    """What should be copied is not what was written."""
+
+    exit_code: ClassVar[int] = 1
 
 
 def exit_code_of(error: BaseException) -> int:

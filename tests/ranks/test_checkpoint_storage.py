@@ -29,7 +29,7 @@ def prepared() -> tuple[nn.Module, dmuon.Muon]:
 
 
 def expect_refused(
-    model: nn.Module, optimizer: dmuon.Muon, path: Path, match: str, beside: bool = False
+    model: nn.Module, optimizer: dmuon.Muon, path: Path | str, match: str, beside: bool = False
 ) -> None:
     """The same error on every rank, and nothing left behind at ``path``."""
     before = listing(path)
@@ -40,7 +40,7 @@ def expect_refused(
     assert listing(path) == before
 
 
-def listing(path: Path) -> list[str] | None:
+def listing(path: Path | str) -> list[str] | None:
     try:
         return sorted(os.listdir(path))
     except OSError:
@@ -163,6 +163,10 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
         expect_refused(model, optimizer, tmp_path / ("long" * 100), "File name too long")
         with pytest.raises(dmuon.CheckpointError, match=r"ranks \[1\] .* to another path"):
             save_checkpoint(tmp_path / f"of-{rank}", model, optimizer)
+        expect_refused(model, optimizer, "s3://bucket/new", "it is a URL.*dmuon checkpoint copy")
+        with pytest.raises(dmuon.CheckpointError, match=r"it is a URL.*dmuon checkpoint copy"):
+            load_checkpoint("s3://bucket/new", model)
+        assert not Path("s3:").exists()
         os.chdir(tmp_path / ("used" if rank else "."))
         with pytest.raises(dmuon.CheckpointError, match=r"ranks \[1\] .* to another path"):
             save_checkpoint("relative", model, optimizer)

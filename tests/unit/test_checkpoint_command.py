@@ -176,3 +176,45 @@ def test_the_command_line_can_be_read_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "what a checkpoint holds" in done.stdout or "CHECKPOINT" in done.stdout
+
+
+def test_copy_takes_a_checkpoint_to_a_url_and_back(
+    written: Path, tmp_path: Path, command: Command
+) -> None:
+    url = (tmp_path / "remote").as_uri()
+    code, facts = command.json("copy", written / "step-1", url)
+    assert (code, facts["step"], facts["target"], facts["kept"]) == (0, 1, url, [])
+    assert command("copy", url, tmp_path / "back") == 0
+    assert "copied to" in command.out
+    assert command("diff", written / "step-1", tmp_path / "back") == 0
+    assert command("copy", url, tmp_path / "back") == 2
+    assert "nothing is overwritten" in command.err
+
+
+def test_copy_of_a_damaged_checkpoint_makes_none(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
+    flip(next((run / "step-1").glob("model-*.safetensors")))
+    assert command("copy", run / "step-1", tmp_path / "new") == 1
+    assert "has changed since it was written" in command.err
+    assert not (tmp_path / "new" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/step-1", "file:///step-1", "gs:/bucket"])
+def test_a_url_is_refused_by_all_that_read_and_write_folders(
+    url: str, written: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = written / "step-1"
+    for arguments in (
+        ("list", url),
+        ("show", url),
+        ("verify", url),
+        ("export", url, tmp_path / "new"),
+        ("export", good, f"{url}.pt"),
+        ("diff", good, url),
+    ):
+        assert command(*arguments) == 2, arguments
+        assert "it is a URL" in command.err
+        assert "dmuon checkpoint copy" in command.err
+    assert list(tmp_path.iterdir()) == []

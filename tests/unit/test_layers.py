@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/registry.py": OURS | {"mlflow"},
     "platform/dmuon_platform/tracked_run.py": OURS | {"mlflow"},
     # other libraries, each where it belongs
+    "platform/dmuon_platform/checkpoint_copy.py": OURS | {"pyarrow"},
     "platform/dmuon_platform/data/documents.py": OURS | {"pyarrow"},
     "platform/dmuon_platform/data/tokenizer.py": OURS | {"numpy", "tokenizers"},
     "platform/dmuon_platform/launch.py": OURS | {"rich"},

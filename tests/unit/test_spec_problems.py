@@ -78,6 +78,7 @@ def test_a_wrong_type_is_said_in_plain_words(changes: dict[str, Any], words: str
         ({"name": "a b"}, "name: must be letters, digits, '.', '_' and '-'"),
         ({"name": "../up"}, "name: must be letters"),
         ({"name": "data"}, "name: must not be one of data,"),
+        ({"storage": "s3://bucket/runs"}, "storage: must be a folder, not a URL"),
         (
             {"checkpoint": {"every": 100, "keep_every": 250}},
             "checkpoint.keep_every: 250 is not a multiple of checkpoint.every = 100, so some of "

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -69,6 +70,17 @@ class JobSpec(Section):
             taken = ", ".join(sorted(RESERVED_NAMES))
             raise PydanticCustomError("reserved", "must not be one of {taken}", {"taken": taken})
         return name
+
+    @field_validator("storage")
+    @classmethod
+    def _storage_is_no_url(cls, storage: str) -> str:
+        if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", storage):  # pathlib makes one slash of two
+            raise PydanticCustomError(
+                "url",
+                "must be a folder, not a URL: mount that storage on all machines, or copy "
+                "checkpoints to it with: dmuon checkpoint copy",
+            )
+        return storage
 
     @model_validator(mode="after")
     def _keeps_all_rules(self) -> Self:
