@@ -19,6 +19,7 @@ _SENTENCES = {
     "again: {problem}",
     "checkpoint_damaged": "{damage}; it is passed over",
     "restarted": "started again after step {step}: {cause}",
+    "stopped": "stopped after step {step}: {reason}",
     "trained": "trained to step {step}",
     "finished": "finished: {steps} steps, {bits_per_byte:.3f} validation bits per byte",
 }

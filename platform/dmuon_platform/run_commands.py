@@ -17,6 +17,7 @@ from dmuon_platform.driver_lease import Driver
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
+from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
 from dmuon_platform.run_report import plain, report, table
@@ -81,6 +82,8 @@ def logs(arguments: argparse.Namespace) -> int:
         for damage in damages:
             print(f"note: {damage.message}", file=sys.stderr)
         if is_over:
+            for stacks in sorted((folder / STACKS_FOLDER).glob("*.txt")):
+                print(f"Python stacks of a rank that was stuck: {stacks}")
             return 0
         time.sleep(LOOK_S)
 
@@ -113,7 +116,17 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Launch a run again from the job that it has recorded."""
+    """Launch a run again from the job that it has recorded, here or on a cluster."""
+    if arguments.address is not None:
+        from dmuon_platform.submission import submit_resume
+
+        return submit_resume(
+            arguments.run,
+            arguments.storage,
+            arguments.set,
+            arguments.address,
+            follow=arguments.follow,
+        )
     folder = run_folder(arguments.run, arguments.storage)
     changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
     spec = load_job(folder / JOB_FILE, changes)

@@ -2,7 +2,8 @@
 
 import importlib.util
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +47,89 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     """
     spec = load_job(job, overrides)
     entrypoint = _entrypoint(job, overrides)
-    client = connect(address)
-    try:
-        submission = client.submit_job(
-            entrypoint=entrypoint, runtime_env=_runtime_env(), metadata={NAME_KEY: spec.name}
-        )
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        raise PlatformError(f"The job server at {address} did not take the job: {error}") from error
-    print(f"Submitted {spec.name} as {submission}: {entrypoint}", flush=True)
+    environment: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDES}
+    if not _is_clone(Path.cwd()):
+        environment |= _our_modules()
+    submission = _Submission.make(address, spec.name, entrypoint, environment)
     if not Path(spec.storage).expanduser().is_absolute():
         print(
             f"Its storage {spec.storage!r} lies in the home folder of the cluster's user; "
             "--set storage=/PATH puts it elsewhere.",
             flush=True,
         )
-    if not follow:
-        print(f"Follow it with: dmuon logs {spec.name} --address {address} --follow")
+    return submission.follow() if follow else submission.leave()
+
+
+def submit_resume(
+    name: str, storage: str, overrides: Sequence[str], address: str, *, follow: bool
+) -> int:
+    """Start a run again on a cluster, from the job that it has recorded; nothing is uploaded.
+
+    Args:
+        name: Of the run.
+        storage: Where it lies, as the cluster sees it.
+        overrides: Changes to the job, each ``section.key=value``.
+        address: Of the job server.
+        follow: As in `submit_job`.
+
+    Returns:
+        As `submit_job`.
+
+    Raises:
+        PlatformError: The storage is not absolute, or the server does not take the job.
+    """
+    if not Path(storage).is_absolute():
+        raise SpecError(
+            f"--storage {storage} must be the absolute path at which the cluster sees it, since "
+            "the job runs there in another folder"
+        )
+    command = ["python", "-m", "dmuon_platform.cli", "resume", name, f"--storage={storage}"]
+    entrypoint = shlex.join([*command, *(f"--set={one}" for one in overrides)])
+    submission = _Submission.make(address, name, entrypoint, _our_modules())
+    return submission.follow() if follow else submission.leave()
+
+
+@dataclass(frozen=True)
+class _Submission:
+    """A job that a server has taken."""
+
+    client: JobSubmissionClient
+    address: str
+    name: str
+    id: str
+
+    @classmethod
+    def make(
+        cls, address: str, name: str, entrypoint: str, environment: Mapping[str, Any]
+    ) -> "_Submission":
+        client = connect(address)
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+        try:
+            submission = client.submit_job(
+                entrypoint=entrypoint,
+                runtime_env={**environment, "env_vars": variables},
+                metadata={NAME_KEY: name},
+            )
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            raise PlatformError(
+                f"The job server at {address} did not take the job: {error}"
+            ) from error
+        print(f"Submitted {name} as {submission}: {entrypoint}", flush=True)
+        return cls(client, address, name, submission)
+
+    def leave(self) -> int:
+        print(f"Follow it with: dmuon logs {self.name} --address {self.address} --follow")
         return 0
-    return _follow(client, submission)
+
+    def follow(self) -> int:
+        if not follow_output(self.client, self.id):
+            return 0
+        info = self.client.get_job_info(self.id)
+        if info.status == JobStatus.SUCCEEDED:
+            return 0
+        first_line, _, _ = (info.message or "").partition("\n")  # the others repeat the output
+        print(f"{self.id}: {info.status}. {first_line}")
+        return info.driver_exit_code or PlatformError.exit_code
 
 
 def _entrypoint(job: str, overrides: Sequence[str]) -> str:
@@ -91,25 +157,9 @@ def _our_packages() -> list[Path]:
     return [Path(spec.origin).parent for spec in specs if spec and spec.origin]
 
 
-def _runtime_env() -> dict[str, Any]:
-    environment: dict[str, Any] = {
-        "working_dir": str(Path.cwd()),
-        "excludes": EXCLUDES,
-        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)},
-    }
+def _our_modules() -> dict[str, Any]:
+    """Return what the cluster needs of us, where we are not installed."""
     packages = _our_packages()
-    is_installed = any(INSTALLED in package.parts for package in packages)
-    if not is_installed and not _is_clone(Path.cwd()):
-        environment["py_modules"] = [str(package) for package in packages]
-    return environment
-
-
-def _follow(client: JobSubmissionClient, submission: str) -> int:
-    if not follow_output(client, submission):
-        return 0
-    info = client.get_job_info(submission)
-    if info.status == JobStatus.SUCCEEDED:
-        return 0
-    first_line, _, _ = (info.message or "").partition("\n")  # the others repeat the output
-    print(f"{submission}: {info.status}. {first_line}")
-    return info.driver_exit_code or PlatformError.exit_code
+    if any(INSTALLED in package.parts for package in packages):
+        return {}
+    return {"py_modules": [str(package) for package in packages]}

@@ -166,6 +166,25 @@ def test_submit_from_elsewhere_brings_our_packages(
     assert packages == {"dmuon", "platform/dmuon_platform"}
 
 
+def test_resume_on_a_cluster_uploads_no_job_and_needs_the_storage_that_the_cluster_sees(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["resume", "mine", "--address", "http://127.0.0.1:8265", "--set=train.steps=9"]
+    assert cli.main(arguments) == 78
+    assert "--storage runs must be the absolute path" in capsys.readouterr().err
+    assert server.jobs == []
+    assert cli.main([*arguments, "--storage", "/mnt/runs"]) == 0
+    (job,) = server.jobs
+    assert job["entrypoint"] == (
+        "python -m dmuon_platform.cli resume mine --storage=/mnt/runs --set=train.steps=9"
+    )
+    assert job["metadata"] == {"dmuon_name": "mine"}
+    environment = job["runtime_env"]
+    assert isinstance(environment, dict)
+    assert "working_dir" not in environment
+    assert environment["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+
+
 def test_submit_says_where_a_relative_storage_will_lie(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,11 +158,25 @@ def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     assert read_run(folder).step == 21
 
 
+def test_the_time_left_is_that_of_the_steps_of_this_attempt(tmp_path):
+    folder = leave_run(tmp_path)
+    Journal(folder).append("training_started", attempt=2, step=30, workers=[])
+    spool, start = MetricsSpool(folder), time.time()
+    for step in (31, 32, 33):
+        spool.append(step, {"train/loss": 1.0}, start + 5 * step)
+    with driver_of(folder):
+        assert read_run(folder).eta_s == pytest.approx(5 * (STEPS - 33))
+    assert read_run(folder).eta_s is None
+
+
 def test_logs_tell_the_journal_and_what_workers_said(tmp_path, capsys):
     folder = leave_run(tmp_path)
     Journal(folder).append("of_another_version", answer=42, plan={"left": "out"})
+    (folder / "stacks").mkdir()
+    (folder / "stacks" / "attempt-1-rank-00001.txt").touch()
     assert dmuon("logs", "mine", "--storage", tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, stacks = capsys.readouterr().out.splitlines()
+    assert stacks.endswith(f"{folder}/stacks/attempt-1-rank-00001.txt")
     texts = [line.partition("  ")[2] for line in lines]
     assert texts[:2] == ["launched: process 7 on far", "2 workers train from step 0"]
     assert texts[-4:-1] == ["started again after step 30: rank 1 died", "  line 1", "  line 2"]
