@@ -101,7 +101,9 @@ class GradientLedger:
                 self._collect(parcel, flat)
 
     def _collect(self, parcel: Parcel, flat: torch.Tensor) -> None:
-        total = flat[: parcel.numel].float().div_(self._num_ranks)
+        total = flat[: parcel.numel].float()
+        if self._num_ranks > 1:  # alone, it would be a pass over everything for nothing
+            total.div_(self._num_ranks)
         known = self._grads.keys() | self._had_gradient_here
         present = [True] * len(parcel.params)
         if any(param not in known for param in parcel.params):

@@ -4,17 +4,15 @@ Letters: ``B x m x n`` the matrices of one part of a parameter, see `dmuon.layou
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from dmuon.batching import orthogonalize_all
+from dmuon.batching import Workspace, orthogonalize_all
 from dmuon.layout import Layout
-
-# Updates and their orthogonal matrices live beside weights and momentum: two copies of this many
-# elements at a time (256 MiB each in float32), or of one parameter that is larger.
-CHUNK_NUMEL = 2**26
+from dmuon.newton_schulz import coefficient_schedule, default_dtype
 
 ADJUST_LR_FNS = ("match_rms_adamw", "original", None)
 
@@ -49,51 +47,95 @@ class Due(NamedTuple):
     layout: Layout
 
 
-def update_(params: Sequence[Due], group: Mapping[str, Any]) -> int:
+def update_(params: Sequence[Due], group: Mapping[str, Any], workspace: Workspace) -> int:
     """One Muon step of ``params``, in place on weights and momentum.
+
+    Beside these, memory for one batch of matrices is needed.
 
     Args:
         params: of one parameter group; what is computed for one does not depend on the others.
         group: the settings of the group.
+        workspace: on the device of the parameters.
 
     Returns:
         How many matrices were orthogonalised.
     """
-    parts_Bmn = [part for due in params for part in due.layout.views(_momentum_(due, group))]
-    orthogonals_Bmn = orthogonalize_all(
-        parts_Bmn,
-        steps=group["ns_steps"],
-        coefficients=group["ns_coefficients"],
-        dtype=group["ns_dtype"],
+    lr = float(group["lr"])
+    kept = 1 - lr * group["weight_decay"]
+    parts = [
+        _Part(
+            weights=weights,
+            grads=grads,
+            buffers=buffers,
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            kept=kept,
+            rate=lr * lr_scale(weights.shape, group["adjust_lr_fn"]),
+        )
+        for due in params
+        for weights, grads, buffers in zip(
+            *map(due.layout.views, (due.weight, due.grad, due.momentum_buffer)), strict=True
+        )
+    ]
+    orthogonalize_all(
+        parts,
+        workspace,
+        coefficient_schedule(group["ns_coefficients"], group["ns_steps"]),
+        dtype=group["ns_dtype"] or default_dtype(workspace.device),
         eps=group["eps"],
     )
-    weights_Bmn = [part for due in params for part in due.layout.views(due.weight)]
-    lr = float(group["lr"])
-    for weight_Bmn, orthogonal_Bmn in zip(weights_Bmn, orthogonals_Bmn, strict=True):
-        scale = lr_scale(weight_Bmn.shape, group["adjust_lr_fn"])
-        weight_Bmn.mul_(1 - lr * group["weight_decay"])
-        weight_Bmn.add_(orthogonal_Bmn.to(weight_Bmn.dtype), alpha=-lr * scale)
-    return sum(len(weight_Bmn) for weight_Bmn in weights_Bmn)
+    return sum(len(part.weights) for part in parts)
 
 
-def chunks(params: Sequence[Due]) -> Iterator[list[Due]]:
-    """``params`` in order, some at a time: what one ``update_`` may hold in memory."""
-    chunk: list[Due] = []
-    numel = 0
-    for due in params:
-        if chunk and numel + due.weight.numel() > CHUNK_NUMEL:
-            yield chunk
-            chunk, numel = [], 0
-        chunk.append(due)
-        numel += due.weight.numel()
-    if chunk:
-        yield chunk
+@dataclass(frozen=True)
+class _Part:
+    """One part of a parameter; each of its tensors is read once and written at most once.
 
+    Attributes:
+        weights: the master weights, ``(B, m, n)`` as the next two.
+        grads: the mean gradients.
+        buffers: the momentum of the last step.
+        momentum: how much of it is kept.
+        nesterov: whether to look one step ahead.
+        kept: factor on the weights.
+        rate: how much of the orthogonal matrices is subtracted.
+    """
 
-def _momentum_(due: Due, group: Mapping[str, Any]) -> torch.Tensor:
-    """Advance the momentum; what is to be orthogonalised."""
-    momentum = group["momentum"]
-    due.momentum_buffer.mul_(momentum).add_(due.grad)
-    if group["nesterov"]:
-        return torch.add(due.grad, due.momentum_buffer, alpha=momentum)
-    return due.momentum_buffer
+    weights: torch.Tensor
+    grads: torch.Tensor
+    buffers: torch.Tensor
+    momentum: float
+    nesterov: bool
+    kept: float
+    rate: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weights.shape
+
+    def split_at(self, count: int) -> tuple["_Part", "_Part"]:
+        first, second = (
+            replace(
+                self,
+                weights=self.weights[some],
+                grads=self.grads[some],
+                buffers=self.buffers[some],
+            )
+            for some in (slice(count), slice(count, None))
+        )
+        return first, second
+
+    def write_to(self, room_BMN: torch.Tensor) -> None:
+        """Advance the momentum; put there what is to be orthogonalised."""
+        grad, buffer, momentum = self.grads, self.buffers, self.momentum
+        torch.add(grad, buffer, alpha=momentum, out=buffer)
+        if self.nesterov:
+            torch.add(grad, buffer, alpha=momentum, out=room_BMN)
+        else:
+            room_BMN.copy_(buffer)
+
+    def take(self, orthogonal_BMN: torch.Tensor) -> None:
+        """Update the weights."""
+        if self.kept != 1:
+            self.weights.mul_(self.kept)
+        self.weights.add_(orthogonal_BMN, alpha=-self.rate)

@@ -6,12 +6,13 @@ the coefficients of a step, ``P = a I + b R + c R R``, so that a step is ``X <- 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Triple = tuple[float, float, float]
 Coefficients = Triple | Sequence[Triple]
 
@@ -68,7 +69,8 @@ def newton_schulz(
     its Frobenius norm (Jordan et al. 2024, "Muon"; arXiv 2505.16932 for the coefficients).
 
     A matrix that holds a NaN or an infinity, or whose norm is beyond the range of its dtype, gives
-    NaN everywhere. One whose norm is below ``eps`` gives less than a full update, in proportion.
+    NaN everywhere; so does a bfloat16 one whose norm is above 1e19, where float32 has no squares.
+    One whose norm is below ``eps`` gives less than a full update, in proportion.
 
     Args:
         matrix: ``(..., M, N)``; each trailing matrix is orthogonalised on its own.
@@ -100,42 +102,76 @@ def newton_schulz(
     return (X.mT if rows > columns else X).reshape(matrix.shape)
 
 
+@torch.no_grad()
+def newton_schulz_(batch_Bmn: torch.Tensor, schedule: Sequence[Triple], eps: float) -> None:
+    """`newton_schulz` in place: of matrices that lie down, in the dtype they have.
+
+    Args:
+        batch_Bmn: ``m <= n``, contiguous or the transpose of what is.
+        schedule: ``(a, b, c)`` of each step.
+        eps: lower bound of the norm that is divided by.
+    """
+    _, m, n = batch_Bmn.shape
+    form = _form(None, m, n, schedule)
+    iterate = _iterate_on_gram if form == "gram" else _iterate
+    iterate(_divided_by_norm(batch_Bmn, eps), schedule, out=batch_Bmn)
+
+
 def _divided_by_norm(matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    # Squares of float32 entries leave its range below 1e-19 and above 1e19: silent zeros. In
-    # float64 they cannot, and the one pass costs less than 1 % of the iteration.
-    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    norm = norm.clamp(min=eps).to(matrix.dtype)
+    norm = _norm(matrix, eps).to(matrix.dtype)
     # if it is infinite now, dividing would give zeros; inf + 0 * inf is NaN, which callers see
     return matrix / torch.add(norm, norm, alpha=0)
 
 
-def _iterate(X: torch.Tensor, schedule: Sequence[Triple]) -> torch.Tensor:
-    for a, b, c in schedule:
+def _norm(matrix: torch.Tensor, eps: float) -> torch.Tensor:
+    """The Frobenius norm, at least ``eps``, in a dtype that holds the sum of the squares.
+
+    Squares of float32 entries leave its range below 1e-19 and above 1e19: silent zeros. In float64
+    they cannot, but torch makes a copy for it. Narrower entries are added up as they are read, in
+    float32; there a bfloat16 norm above 1e19 is infinite, and one below 1e-18 counts as such.
+    """
+    is_narrow = matrix.dtype in (torch.bfloat16, torch.float16)
+    dtype, least = (torch.float32, max(eps, 1e-18)) if is_narrow else (torch.float64, eps)
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=dtype)
+    return norm.clamp(min=least)
+
+
+def _iterate(
+    X: torch.Tensor, schedule: Sequence[Triple], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    for left, (a, b, c) in _counted_down(schedule):
         R = X @ X.mT
         # each sum is part of its product, so it is rounded once
         B = torch.baddbmm(R, R, R, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
+        X = torch.baddbmm(X, B, X, beta=a, out=None if left else out)
     return X
 
 
-def _iterate_on_gram(X: torch.Tensor, schedule: Sequence[Triple]) -> torch.Tensor:
+def _iterate_on_gram(
+    X: torch.Tensor, schedule: Sequence[Triple], out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The same steps: all ``P`` are polynomials of one ``R``, so they commute with it.
 
     Within a block ``Q`` is the product of its ``P`` and ``R <- P R P``; only its ends touch ``n``.
     """
     identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
-    for block in restart_blocks(schedule):
+    for blocks_left, block in _counted_down(restart_blocks(schedule)):
         R = X @ X.mT
         Q: torch.Tensor | None = None
-        for left, (a, b, c) in zip(range(len(block) - 1, -1, -1), block, strict=True):
+        for left, (a, b, c) in _counted_down(block):
             B = torch.baddbmm(R, R, R, beta=b, alpha=c)
             if left:
                 PR = torch.baddbmm(R, R, B, beta=a)
                 R = torch.baddbmm(PR, PR, B, beta=a)
             Q = B.add(identity, alpha=a) if Q is None else torch.baddbmm(Q, Q, B, beta=a)
         assert Q is not None  # no block is empty
-        X = Q @ X
+        X = torch.bmm(Q, X, out=None if blocks_left else out)
     return X
+
+
+def _counted_down(values: Sequence[T]) -> Iterator[tuple[int, T]]:
+    """Each value, after how many follow it."""
+    return zip(range(len(values) - 1, -1, -1), values, strict=True)
 
 
 def restart_blocks(schedule: Sequence[Triple]) -> list[list[Triple]]:

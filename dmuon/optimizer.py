@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from dmuon import dedication as dedications
+from dmuon.adamw import adamw_
 from dmuon.call_order import Call
+from dmuon.cuda_graphs import make_workspace
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError, SetupError
 from dmuon.groups import Named, make_groups, numbers_of
-from dmuon.muon_update import Due, chunks, update_
+from dmuon.muon_update import Due, update_
 from dmuon.names import original_name
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
 from dmuon.parameter import DedicatedParam
@@ -112,8 +114,8 @@ class Muon(torch.optim.Optimizer):
         self.defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         taken = set(named.all.values())
         self._left_out = [(n, p) for n, p in model.named_parameters() if p not in taken]
-        self._adamw = self._make_adamw()
         self._witness: _Witness | None = None
+        self._workspace = make_workspace(self.dedication.device)
         self._parcels: list[Parcel] = [p for block in engine.blocks for p in block.parcels]
 
     @torch.no_grad()
@@ -136,8 +138,9 @@ class Muon(torch.optim.Optimizer):
         engine.order.note_settings([numbers_of(group) for group in self.param_groups])
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
-        if self._adamw is not None:
-            self._adamw.step()
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                adamw_(group, self.state)
         self._witness = self._find_witness()
         self.num_steps += 1
         engine.counters.steps += 1
@@ -216,9 +219,9 @@ class Muon(torch.optim.Optimizer):
                 for param, weight in (masters[p] for p in group["params"] if p in masters)
                 if (grad := engine.ledger.grad(param)) is not None
             ]
-            for chunk in chunks(due):
+            if due:
                 with record_function("dmuon::newton_schulz"):
-                    engine.counters.newton_schulz += update_(chunk, group)
+                    engine.counters.newton_schulz += update_(due, group, self._workspace)
 
     def _due(self, param: DedicatedParam, weight: torch.Tensor, grad: torch.Tensor) -> Due:
         state = self.state[param.param]
@@ -264,16 +267,6 @@ class Muon(torch.optim.Optimizer):
                 if param.grad is not None:
                     return _Witness(param, param.grad, self.dedication.engine.num_zeroed)
         return None
-
-    def _make_adamw(self) -> torch.optim.AdamW | None:
-        """Stock AdamW over our own groups and state, so schedulers and dicts see one optimizer."""
-        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        if not groups:
-            return None
-        adamw = torch.optim.AdamW([param for group in groups for param in group["params"]])
-        adamw.param_groups = groups
-        adamw.state = self.state
-        return adamw
 
 
 def _named_parameters(model: nn.Module, dedication: Dedication) -> Named:

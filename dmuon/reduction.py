@@ -118,14 +118,16 @@ def pack(parcel: Parcel, grads: Sequence[torch.Tensor | None], dtype: torch.dtyp
     """Gradients back to back, zeros for what is missing, then one flag a parameter."""
     extra = len(parcel.params)
     flat = torch.empty(parcel.numel + extra, dtype=dtype, device=parcel.device)
-    for view, grad in zip(parcel.views(flat), grads, strict=True):
-        if grad is None:
-            view.zero_()
-        else:
-            view.copy_(grad)
     flags = flat[parcel.numel :]
     flags.fill_(1.0)
-    for flag, grad in zip(flags, grads, strict=True):
+    present: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, (view, grad) in enumerate(zip(parcel.views(flat), grads, strict=True)):
         if grad is None:
-            flag.zero_()
+            view.zero_()
+            flags[index] = 0.0
+        else:
+            present.append((view, grad))
+    if present:
+        views, theirs = zip(*present, strict=True)
+        torch._foreach_copy_(views, theirs)  # one launch
     return flat

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,11 +129,12 @@ def updated(
     weights: dict[str, torch.Tensor],
     grads: list[dict[str, torch.Tensor]],
     split: dmuon.Split | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Weights after one step a gradient, with momentum and decay. Collective."""
     model = Given(**weights)
     dmuon.dedicate_params(model, make_mesh(2), lambda n, p: True, splits=lambda n, p: split)
-    optimizer = dmuon.Muon(model, weight_decay=0.1)
+    optimizer = dmuon.Muon(model, weight_decay=0.1, **options)
     for grad in grads:
         model(grad).backward()
         optimizer.step()
@@ -184,16 +186,14 @@ def test_a_loud_head_does_not_change_the_updates_of_the_others(dim: int) -> None
     run_ranks(2, body)
 
 
-def test_parameters_are_updated_the_same_whatever_shares_their_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parameters_are_updated_the_same_whatever_shares_their_group() -> None:
     def body(rank: int) -> None:
         torch.manual_seed(0)
         names = [str(number) for number in range(6)]
         weights, *grads = ({name: torch.randn(9, 13) for name in names} for _ in range(3))
         together = updated(weights, grads)
-        monkeypatch.setattr(dmuon.muon_update, "CHUNK_NUMEL", 150)  # one at a time
-        alone = updated(weights, grads)
+        apart = [{"params": [f"layers.{name}"]} for name in names]
+        alone = updated(weights, grads, param_groups=apart)
         assert all(torch.equal(together[name], alone[name]) for name in names)
 
     run_ranks(2, body)

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
+from stacks import orthogonalized as run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon.batching import batch_size, orthogonalize_all
-from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
+from dmuon.batching import batch_size
+from dmuon.newton_schulz import newton_schulz
 
 SQUARES = [(24, 24), (1, 1)]
 OTHERS = [(24, 50), (50, 24), (9, 13), (13, 9), (1, 7), (7, 1), (48, 65), (80, 96)]
 SHAPES = SQUARES + OTHERS
-
-
-def run(stacks: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    return orthogonalize_all(
-        stacks, steps=5, coefficients=POLAR_EXPRESS_COEFFICIENTS, dtype=dtype, eps=1e-7
-    )
 
 
 def matrices(count: int, shapes: list[tuple[int, int]] = SHAPES) -> list[torch.Tensor]:
@@ -83,13 +78,17 @@ def test_a_stack_of_experts_equals_its_matrices_apart(shape: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("shape", OTHERS, ids=str)
-def test_views_and_transposes_give_the_bits_of_their_copies(shape: tuple[int, int]) -> None:
+def test_views_give_the_bits_of_their_copies_and_transposes_the_transpose(
+    shape: tuple[int, int],
+) -> None:
     torch.manual_seed(0)
     wide = torch.randn(2, shape[0] + 3, shape[1] + 2)
     view = wide[:, 1:-2, 1:-1]
+    before = wide.clone()
     (result,) = run([view])
+    assert torch.equal(wide, before)
     assert torch.equal(result, run([view.contiguous()])[0])
-    assert torch.equal(result.mT, run([view.mT])[0])
+    torch.testing.assert_close(result.mT, run([view.mT])[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,19 +106,8 @@ def test_a_matrix_that_is_not_finite_spoils_no_other() -> None:
     assert torch.equal(results[1], run([good])[0])
 
 
-def test_results_are_new_tensors_without_a_graph_in_the_dtype_of_the_arithmetic() -> None:
-    stacks = [torch.randn(1, 8, 8, requires_grad=True), torch.randn(2, 80, 96)]
-    before = [stack.clone() for stack in stacks]
-    results = run(stacks, torch.bfloat16)
-    assert [result.dtype for result in results] == [torch.bfloat16] * 2
-    assert not results[0].requires_grad
-    assert all(torch.equal(a, b) for a, b in zip(stacks, before, strict=True))
+def test_nothing_of_an_empty_list_is_orthogonalised() -> None:
     assert run([]) == []
-
-
-def test_what_is_not_a_stack_is_named() -> None:
-    with pytest.raises(ValueError, match=r"needs stacks \(B, M, N\).* got \(3, 4\); give a single"):
-        run([torch.zeros(3, 4)])
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

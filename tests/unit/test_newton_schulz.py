@@ -205,6 +205,21 @@ def test_the_scale_of_the_input_does_not_matter(scale: float, form: Form) -> Non
 
 
 @both_forms
+def test_narrow_entries_beyond_the_squares_of_float32_give_nan_or_hardly_an_update(
+    form: Form,
+) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(8, 12).bfloat16()
+    expected = newton_schulz(matrix, dtype=torch.bfloat16, form=form)
+    for scale in (1e-15, 1e15):
+        scaled = newton_schulz(matrix * scale, dtype=torch.bfloat16, eps=1e-40, form=form)
+        torch.testing.assert_close(scaled, expected, rtol=0, atol=0.05)
+    assert newton_schulz(matrix * 1e30, dtype=torch.bfloat16, form=form).isnan().all()
+    tiny = newton_schulz(matrix * 1e-30, dtype=torch.bfloat16, eps=1e-40, form=form)
+    assert 0 < tiny.norm() < 1e-6
+
+
+@both_forms
 def test_entries_beyond_the_dtype_of_the_arithmetic_do_no_harm(form: Form) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(8, 12) * 1e6  # float16 ends at 65504
