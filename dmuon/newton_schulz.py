@@ -6,6 +6,7 @@ the coefficients of a step, ``P = a I + b R + c R R``, so that a step is ``X <- 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, TypeVar
@@ -14,6 +15,7 @@ import torch
 
 T = TypeVar("T")
 Triple = tuple[float, float, float]
+Product = tuple[int, int, int]  # an m x k by a k x n matrix
 Coefficients = Triple | Sequence[Triple]
 
 # Polar Express, "The Polar Express: Optimal Matrix Sign Methods" (arXiv 2505.16932), the minimax
@@ -271,6 +273,16 @@ def _default_flops(rows: int, columns: int, steps: int, form: Form | None) -> in
     return _flops(form, rows, columns, schedule)
 
 
+def newton_schulz_products(rows: int, columns: int, steps: int = 5) -> dict[Product, int]:
+    """How often each matrix product runs in ``steps`` Polar Express steps, in the form chosen.
+
+    Returns:
+        By ``(m, k, n)``, an ``m x k`` by a ``k x n`` matrix.
+    """
+    schedule = coefficient_schedule(POLAR_EXPRESS_COEFFICIENTS, steps)
+    return _products(_form(None, rows, columns, schedule), rows, columns, schedule)
+
+
 def _form(form: Form | None, rows: int, columns: int, schedule: Sequence[Triple]) -> Form:
     if form is not None:
         if form not in ("direct", "gram"):
@@ -283,14 +295,25 @@ def _form(form: Form | None, rows: int, columns: int, schedule: Sequence[Triple]
 
 
 def _flops(form: Form, rows: int, columns: int, schedule: Sequence[Triple]) -> int:
-    """Operations of products; ``m x m`` by ``m x n`` takes ``2 m m n``.
+    products = _products(form, rows, columns, schedule)
+    return sum(2 * m * k * n * times for (m, k, n), times in products.items())
+
+
+def _products(
+    form: Form, rows: int, columns: int, schedule: Sequence[Triple]
+) -> dict[Product, int]:
+    """Which products run, and how often.
 
     A direct step is ``X X^T``, ``R R`` and the product with ``X``. A block of k steps of the Gram
     form is ``X X^T``, ``R R`` k times, ``P R P`` and ``P Q`` k - 1 times, and ``Q X``.
     """
     m, n = min(rows, columns), max(rows, columns)
-    small, large = 2 * m * m * m, 2 * m * m * n
-    if form == "direct":
-        return len(schedule) * (2 * large + small)
-    lengths = [len(block) for block in restart_blocks(schedule)]
-    return sum(2 * large + (4 * length - 3) * small for length in lengths)
+    lengths = [1] * len(schedule)
+    if form == "gram":
+        lengths = [len(block) for block in restart_blocks(schedule)]
+    products: Counter[Product] = Counter()  # for square matrices, keys are equal
+    for length in lengths:
+        products[m, n, m] += 1
+        products[m, m, m] += 4 * length - 3
+        products[m, m, n] += 1
+    return dict(products)

@@ -1,6 +1,7 @@
 """What every rank does: train both contenders in turns and note the times."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from dmuon.bench import decoder
+from dmuon.bench.bound import product_seconds
 from dmuon.bench.clock import Clock, Laps, clock_for
 from dmuon.bench.contenders import DMUON, MAKERS, Contender, wire_dtype
+from dmuon.bench.footprint import Footprint
 from dmuon.bench.ranks import rank_device
 from dmuon.bench.settings import Settings
 from dmuon.bench.text import load_text, rows_of
@@ -47,6 +50,8 @@ class RankReport:
         losses: mean over all ranks, one a step from the first, by contender.
         wire_bytes: payload of DMuon's collectives in the timed steps, by kind.
         newton_schulz: matrices orthogonalised here in the timed steps.
+        product_seconds: of the matrix products of one step's Newton-Schulz here, see `bound`.
+        peak_bytes: of the device's memory in training, by contender; None where nobody counts.
         facts: equal on every rank.
     """
 
@@ -54,6 +59,8 @@ class RankReport:
     losses: dict[str, list[float]]
     wire_bytes: dict[str, int]
     newton_schulz: int
+    product_seconds: float
+    peak_bytes: dict[str, int | None]
     facts: ModelFacts
 
 
@@ -63,15 +70,22 @@ def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     text = load_text(settings.sequence + 1)
     clock = clock_for(device)
-    contenders = [make(settings, mesh, device) for make in MAKERS]
+    contenders, footprints = [], {}
+    for make in MAKERS:
+        footprint = Footprint(device)
+        with footprint.building():
+            contender = make(settings, mesh, device)
+        contenders.append(contender)
+        footprints[contender.name] = footprint
     muon = next(each for each in contenders if each.name == DMUON)
     facts = _facts(settings, muon)
 
     def block(contender: Contender, num_steps: int) -> list[Laps]:
-        return [
-            _step(contender, _my_rows(text, settings, contender, device), clock, device)
-            for _ in range(num_steps)
-        ]
+        with footprints[contender.name].turn():
+            return [
+                _step(contender, _my_rows(text, settings, contender, device), clock, device)
+                for _ in range(num_steps)
+            ]
 
     for contender in contenders:
         block(contender, settings.warmup)
@@ -86,6 +100,8 @@ def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
         losses={each.name: _global_means(each.losses) for each in contenders},
         wire_bytes=dict(counters.bytes - bytes_before),
         newton_schulz=counters.newton_schulz - newton_schulz_before,
+        product_seconds=product_seconds(_shapes(dmuon.get_owned_params(muon.model)), device),
+        peak_bytes={name: footprint.peak for name, footprint in footprints.items()},
         facts=facts,
     )
 
@@ -128,8 +144,7 @@ def _global_means(losses: list[torch.Tensor]) -> list[float]:
 
 
 def _facts(settings: Settings, muon: Contender) -> ModelFacts:
-    dedicated = dmuon.get_dedicated_params(muon.model).values()
-    shapes = [tuple(param.shape) for param in dedicated]
+    shapes = _shapes(dmuon.get_dedicated_params(muon.model))
     weights = sum(rows * columns for rows, columns in shapes)
     head = settings.width * decoder.VOCABULARY
     return ModelFacts(
@@ -140,3 +155,7 @@ def _facts(settings: Settings, muon: Contender) -> ModelFacts:
         newton_schulz_per_flop=sum(newton_schulz_flops(*shape) for shape in shapes)
         / decoder.training_flops(settings, weights + head),
     )
+
+
+def _shapes(params: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
+    return [(param.size(0), param.size(1)) for param in params.values()]

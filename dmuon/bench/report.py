@@ -74,6 +74,13 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
         "this size; more tokens a step make that smaller."
     )
     for run in result["runs"]:
+        yield (
+            f"Newton-Schulz, {_ranks(run)}: the optimizer phase takes "
+            f"{run['optimizer_per_products']:.2f} times as long as its matrix products alone"
+        )
+    for run in result["runs"]:
+        yield from _memory(run)
+    for run in result["runs"]:
         yield _wire(run, model["dedicated_bytes"])
     for run in result["runs"]:
         yield _parity(run)
@@ -82,6 +89,17 @@ def _notes(result: dict[str, Any]) -> Iterator[str]:
             "parity, between numbers of ranks: losses of the same step differ by at most "
             f"{result['loss_difference_between_ranks']:.1e} nats"
         )
+
+
+def _memory(run: dict[str, Any]) -> Iterator[str]:
+    peaks = run["peak_bytes"]
+    if None in peaks.values():  # a CPU, where nobody counts
+        return
+    shown = ", ".join(f"{_NAMES[name]} {peak / _MIB:.0f} MiB" for name, peak in peaks.items())
+    yield (
+        f"memory, {_ranks(run)}: peak of a rank in training {shown} "
+        f"({peaks[DMUON] / peaks[ADAMW]:.2f}x)"
+    )
 
 
 def _wire(run: dict[str, Any], dedicated_bytes: int) -> str:

@@ -35,6 +35,8 @@ def summarise(reports: Sequence[RankReport], settings: Settings) -> dict[str, An
             len(reports), first.facts.dedicated_bytes, settings.reshard
         ),
         "newton_schulz_per_step": sum(done),
+        "optimizer_per_products": optimizer_per_products(reports),
+        "peak_bytes": {name: _most(reports, name) for name in seconds},
         "losses": first.losses,
         "parity": parity(first.losses),
         "step_seconds": seconds,
@@ -61,6 +63,17 @@ def broadcast_floor(num_ranks: int, dedicated_bytes: int, reshard: bool) -> int:
     Once for forward, and once more for backward when the weights were freed; none when alone.
     """
     return 0 if num_ranks == 1 else dedicated_bytes * (2 if reshard else 1)
+
+
+def optimizer_per_products(reports: Sequence[RankReport]) -> float:
+    """DMuon's optimizer phase over the matrix products of Newton-Schulz alone.
+
+    Of the rank with the most products; the phase is the median over all steps, and has in it
+    momentum, weight update, AdamW for the rest, publish, and waiting for other ranks.
+    """
+    busiest = max(reports, key=lambda report: report.product_seconds)
+    laps = [lap.optimizer for one in busiest.rounds for lap in one[DMUON]]
+    return statistics.median(laps) / busiest.product_seconds
 
 
 def parity(losses: dict[str, list[float]]) -> dict[str, bool]:
@@ -104,3 +117,9 @@ def _phases(reports: Sequence[RankReport], name: str, base: Sequence[float]) -> 
                 mean = statistics.fmean(getattr(laps, phase) for laps in step)
                 samples[phase].append(mean / unit)
     return {phase: statistics.median(values) for phase, values in samples.items()}
+
+
+def _most(reports: Sequence[RankReport], name: str) -> int | None:
+    """The peak of the rank that needs most; None where it was not counted."""
+    peaks = [report.peak_bytes[name] for report in reports]
+    return max((peak for peak in peaks if peak is not None), default=None)

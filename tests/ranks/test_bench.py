@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dmuon.bench import command
+from dmuon.bench import bound, command
+from dmuon.bench.clock import Laps
+from dmuon.bench.measure import ModelFacts, RankReport
 from dmuon.bench.ranks import Launch, RankError, run_ranks
 from dmuon.bench.settings import Settings
-from dmuon.bench.summary import PHASES, loss_difference, parity, spread
+from dmuon.bench.summary import (
+    PHASES,
+    loss_difference,
+    optimizer_per_products,
+    parity,
+    spread,
+)
+from dmuon.newton_schulz import newton_schulz_flops
 
 ROOT = Path(__file__).parents[2]
 WIDTH, INTERMEDIATE, LAYERS, STEPS, REPEATS, WARMUP = 32, 48, 2, 2, 2, 1
@@ -75,10 +85,14 @@ def test_both_train_and_the_counted_bytes_are_the_floor(
     assert result["loss_difference_between_ranks"] < rounding
     assert "ratios" in table
     assert table.count("same start, finite, falling") == 2
+    assert table.count("times as long as its matrix products alone") == 2
+    assert "memory" not in table
 
 
 def check_run(run: dict[str, Any]) -> None:
     assert run["newton_schulz_per_step"] == MATRICES
+    assert run["optimizer_per_products"] > 0
+    assert run["peak_bytes"] == {"adamw": None, "dmuon": None}  # nobody counts on a CPU
     assert run["parity"] == {"same_start": True, "finite": True, "falling": True}
     assert len(run["step_ratio"]["rounds"]) == REPEATS
     ratio = run["step_ratio"]
@@ -135,6 +149,27 @@ def test_a_rank_that_dies_silently_is_named_and_nobody_waits_for_it() -> None:
 
 def test_the_spread_of_one_round_is_that_round() -> None:
     assert spread([1.5]) == {"median": 1.5, "quartiles": [1.5, 1.5], "min": 1.5, "max": 1.5}
+
+
+def test_a_machine_of_one_operation_a_second_takes_as_many_seconds_as_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(size: int, product: tuple[int, int, int], *_: object) -> float:
+        return 2.0 * size * math.prod(product)
+
+    monkeypatch.setattr(bound, "_batch_seconds", seconds)
+    shapes = [(24, 24), (24, 24), (24, 50), (128, 640), (640, 128)]  # batches, both forms
+    operations = sum(newton_schulz_flops(*shape) for shape in shapes)
+    assert bound.product_seconds(shapes, torch.device("cpu")) == operations
+
+
+def test_the_optimizer_is_compared_with_the_products_of_the_rank_that_has_most() -> None:
+    def report(product_seconds: float, *optimizer: float) -> RankReport:
+        rounds = [{"dmuon": [Laps(9.0, 9.0, seconds)]} for seconds in optimizer]
+        return RankReport(rounds, {}, {}, 0, product_seconds, {}, ModelFacts(0, 0, 0, 0, 0.0))
+
+    reports = [report(0.0, 7.0, 7.0, 7.0), report(2.0, 3.0, 2.5, 50.0)]
+    assert optimizer_per_products(reports) == 1.5
 
 
 def test_parity_tells_what_does_not_hold() -> None:
