@@ -36,6 +36,7 @@ class Parcel:
         self.numel = sum(param.numel for param in params)
         self.master: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
+        self._shown: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # a wire, its views
         self._arriving: dist.Work | None = None
         self._publishing: list[dist.Work] = []
 
@@ -152,5 +153,7 @@ class Parcel:
         return self._wire
 
     def _show(self, wire: torch.Tensor) -> None:
-        for param, view in zip(self.params, self.views(wire), strict=True):
+        if self._shown is None or self._shown[0] is not wire:
+            self._shown = wire, self.views(wire)
+        for param, view in zip(self.params, self._shown[1], strict=True):
             param.param.data = view
