@@ -222,7 +222,7 @@ UP = "layers.1.up_proj.weight"
         (lambda n, p: (50,), r"returned \(50,\) for embed\.weight; it must return a dmuon\.Split"),
         (
             lambda n, p: dmuon.Split(5) if "up" in n or n == "embed.weight" else None,
-            r"Split\(sizes=5, dim=0\) for embed\.weight, which is not dedicated",
+            r"rows split in parts of 5 for embed\.weight, which is not dedicated",
         ),
         (
             lambda n, p: dmuon.Split((20, 20)) if n == UP else None,
