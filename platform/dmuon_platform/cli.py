@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.spec import JobSpec, load_job
 
 Command = Callable[[argparse.Namespace], int]
+
+NOBODY_READS = 141
+"""Exit code when the reader of our output is gone, as shells have it."""
 
 RUN_COMMANDS = {
     "status": "show how a run stands: step, loss, speed, workers, checkpoint, restarts",
@@ -70,13 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(f"dmuon: {error}", file=sys.stderr)
-        return exit_code_of(error)
+        code = exit_code_of(error)
     except KeyboardInterrupt as error:
         print("dmuon: interrupted; the same command goes on from here", file=sys.stderr)
-        return exit_code_of(error)
+        code = exit_code_of(error)
+    except BrokenPipeError:  # `dmuon logs mine | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = NOBODY_READS
     except Exception as error:  # a bug of ours, so the trace is what helps
         traceback.print_exc()
-        return exit_code_of(error)
+        code = exit_code_of(error)
     return code
 
 

@@ -101,7 +101,10 @@ def _headline(run: RunState) -> str:
         return f"{run.state}; `dmuon resume {run.name}` goes on with it"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
-    return str(run.state) if run.stopping is None else f"{run.state}, and asked to stop"
+    if run.stopping is not None:
+        return f"{run.state}, and asked to stop"
+    is_starting = run.state is State.RUNNING and not run.workers
+    return f"{run.state}; its workers are being started" if is_starting else str(run.state)
 
 
 def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:

@@ -161,7 +161,7 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         tokens_per_s=pace.tokens_per_s,
         eta_s=pace.left_s(step, num_steps) if is_running else None,
         time=max((when for when in newest if when is not None), default=None),
-        workers=_workers(folder, started, now) if is_running else (),
+        workers=_workers(folder, events, now) if is_running else (),
         checkpoint=_newest_checkpoint(folder),
         restarts=[_restart(event) for event in events if event["kind"] == "restarted"],
         driver=driver,
@@ -287,14 +287,19 @@ def _evaluation(folder: Path) -> dict[str, float]:
     return {}
 
 
-def _workers(folder: Path, started: Content | None, now: float) -> list[Worker]:
+def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker]:
+    """Return the workers of the present attempt; none while they are being started again."""
+    started = _last(events, "training_started")
+    newest = _last(events, "training_started", "restarted", "launched")
+    attempt = max(_whole(event, "attempt") or 0 for event in (started, newest))
+    is_over = newest is not started
     beats = Heartbeats(folder).read()
-    if beats and beats[0].attempt >= (_whole(started, "attempt") or 0):
+    if beats and beats[0].attempt >= attempt + is_over:
         return [
             Worker(b.rank, b.host, b.pid, b.step, str(b.phase), max(0.0, now - b.progress))
             for b in beats
         ]
-    told = (started or {}).get("workers")
+    told = None if started is None or is_over else started.get("workers")
     workers = told if isinstance(told, list) else []
     return [
         Worker(rank, str(each.get("host")), _whole(each, "pid") or 0)

@@ -132,6 +132,11 @@ def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, caps
         assert "rank 0      process 11 on far, step 31, data, no progress for 1 min" in (
             capsys.readouterr().out
         )
+        for event in ({"kind": "restarted", "attempt": 2}, {"kind": "launched"}):
+            Journal(folder).append(**event)
+            assert read_run(folder).workers == []  # what dead ones have left is not told
+        Heartbeats(folder).write(beat_of(attempt=3, progress=time.time()))
+        assert len(read_run(folder).workers) == 1
         driver.kill()
         driver.wait()
         assert read_run(folder).state is State.INTERRUPTED
@@ -181,6 +186,23 @@ def test_logs_tell_the_journal_and_what_workers_said(tmp_path, capsys):
     assert texts[:2] == ["launched: process 7 on far", "2 workers train from step 0"]
     assert texts[-4:-1] == ["started again after step 30: rank 1 died", "  line 1", "  line 2"]
     assert texts[-1] == "of another version answer=42"
+
+
+def test_a_reader_that_has_seen_enough_is_no_bug(tmp_path):
+    folder = leave_run(tmp_path)
+    line = json.dumps({"kind": "checkpoint_saved", "time": 1.0, "step": 1})
+    (folder / "events.jsonl").write_text(f"{line}\n" * 5000)  # more than a pipe holds
+    command = [sys.executable, "-m", "dmuon_platform.cli", "logs", str(folder)]
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_runs_lists_every_run_and_nothing_else(tmp_path, capsys):
