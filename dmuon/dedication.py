@@ -43,6 +43,7 @@ class Dedication:
     reshard_after_forward: bool
     hook_boundary: Boundary | None
     unfilled: set[str] = field(default_factory=set)
+    wait_for_readers: Callable[[], None] | None = None
     _engine: Engine | None = None
     _leaves: list[tuple[DedicatedParam, nn.Parameter, torch.dtype]] = field(default_factory=list)
     _guards_are_off: bool = False
@@ -112,8 +113,12 @@ class Dedication:
         """Put every weight into its resting place, so that it may be read or changed. Local.
 
         ``fully_shard`` keeps a module unsharded after a forward without backward (its root always)
-        and would go on computing with those weights after they were updated.
+        and would go on computing with those weights after they were updated. A save that still
+        copies weights is waited for.
         """
+        if self.wait_for_readers is not None:
+            self.wait_for_readers()
+            self.wait_for_readers = None
         self.engine.settle_weights()
         self.reshard_symmetric()
 

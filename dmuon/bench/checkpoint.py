@@ -26,6 +26,7 @@ from dmuon.bench.settings import Settings
 
 _MIB = 2**20
 _KEPT = "for-another-mesh"
+_TIMES = ("save_s", "blocked_s", "async_s", "load_s", "cold_load_s")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class Timed:
         num_bytes: in its files, of all ranks.
         written_bytes: of each writer's files, where each has its own.
         save_s: of a save that is waited for.
-        blocked_s: until training may go on, when the save goes on beside it; None without such.
-        async_s: until that save is on the disk too.
-        load_s: of a load.
+        blocked_s: that training waits for a save that goes on beside it, until the call returns
+            and then before the next step may change weights; None without such.
+        async_s: until that save is on the disk too, with a forward and backward meanwhile.
+        load_s: of a load, with files in the page cache.
+        cold_load_s: of a load, with files on the disk alone.
         peak_bytes: by which the resident memory of this rank grew at most during the save.
     """
 
@@ -50,6 +53,7 @@ class Timed:
     blocked_s: float | None
     async_s: float | None
     load_s: float
+    cold_load_s: float
     peak_bytes: int
 
 
@@ -125,7 +129,8 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
         _one_step(contender, plan.settings)
     ways: list[Way] = [Owners(ours), Sharded(theirs), Gathered(ours)]
     folder = Path(plan.folder)
-    timed = [asdict(_time(way, folder)) for _ in range(plan.rounds) for way in ways]
+    turns = [_time(way, folder, plan.settings) for _ in range(1 + plan.rounds) for way in ways]
+    timed = [asdict(turn) for turn in turns[len(ways) :]]  # the first round warms up
     other = None
     if (folder / _KEPT).exists():
         other = _seconds(lambda: ways[0].load(folder / _KEPT))
@@ -134,35 +139,53 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
     return {"timed": timed, "load_other_mesh_s": other}
 
 
-def _one_step(contender: Contender, settings: Settings) -> None:
-    """So that there is optimizer state to save."""
+def _forward_backward(contender: Contender, settings: Settings) -> None:
     tokens = torch.randint(0, decoder.VOCABULARY, (1, settings.sequence + 1))
     contender.model(tokens).square().mean().backward()
+
+
+def _one_step(contender: Contender, settings: Settings) -> None:
+    """So that there is optimizer state to save."""
+    _forward_backward(contender, settings)
     contender.optimizer.step()
     contender.optimizer.zero_grad()
 
 
-def _time(way: Way, folder: Path) -> Timed:
+def _time(way: Way, folder: Path, settings: Settings) -> Timed:
     saved, beside = folder / "saved", folder / "beside"
     watch = _PeakMemory()
     save_s = _seconds(lambda: way.save(saved))
     peak = watch.grown()
     sizes = [path.stat().st_size for path in sorted(saved.iterdir())]
     blocked_s = async_s = None
+    dist.barrier()
     started_at = time.perf_counter()
     started = way.start_save(beside)
     if started is not None:
         blocked_s = time.perf_counter() - started_at
+        _forward_backward(way.contender, settings)
+        blocked_s += _seconds(lambda: way.wait_copied(started))
         way.finish_save(started)
         async_s = time.perf_counter() - started_at
+        way.contender.optimizer.zero_grad()
     load_s = _seconds(lambda: way.load(saved))
+    _forget(saved)
+    cold_load_s = _seconds(lambda: way.load(saved))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(saved)
         shutil.rmtree(beside, ignore_errors=True)
     dist.barrier()
     large = [size for size in sizes if size > _MIB]
-    return Timed(way.name, sum(sizes), large, save_s, blocked_s, async_s, load_s, peak)
+    times = (save_s, blocked_s, async_s, load_s, cold_load_s)
+    return Timed(way.name, sum(sizes), large, *times, peak)
+
+
+def _forget(folder: Path) -> None:
+    """Let the system drop what it has of the files in memory, where it can."""
+    for path in folder.iterdir() if hasattr(os, "posix_fadvise") else ():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _seconds(do: Callable[[], object]) -> float:
@@ -208,7 +231,7 @@ def _summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
         ways[name] = {
             "bytes": mine[-1][0]["num_bytes"],
             "largest_file_over_mean": max(writers) * len(writers) / sum(writers),
-            **{key: median(key) for key in ("save_s", "blocked_s", "async_s", "load_s")},
+            **{key: median(key) for key in _TIMES},
             "peak_bytes": median("peak_bytes"),
         }
     others = [r["load_other_mesh_s"] for r in reports if r["load_other_mesh_s"] is not None]
@@ -220,18 +243,19 @@ def _render(result: dict[str, Any]) -> str:
         f"{result['parameters'] / 1e6:.0f}M parameters, {result['rounds']} rounds, medians; rates "
         "relative to torch.distributed.checkpoint of the same number of ranks (its bytes differ: "
         "AdamW keeps two moments of every matrix)",
-        f"{'ranks':>5}  {'way':30} {'MiB':>7} {'save':>6} {'async':>6} {'load':>6} "
-        f"{'blocked/save':>12} {'peak/bytes':>10}",
+        f"{'ranks':>5}  {'way':30} {'MiB':>7} {'save':>6} {'async':>6} {'load':>6} {'cold':>6} "
+        f"{'blocked/save':>12} {'largest/mean':>12} {'peak/bytes':>10}",
     ]
     for run in result["runs"]:
         base = run["ways"][Sharded.name]
         for name, way in run["ways"].items():
-            rates = [_rate(way, base, key) for key in ("save_s", "async_s", "load_s")]
+            keys = ("save_s", "async_s", "load_s", "cold_load_s")
+            rates = " ".join(f"{_rate(way, base, key):>6}" for key in keys)
             blocked = way["blocked_s"]
             share = "" if blocked is None else f"{blocked / way['save_s']:.2f}"
             lines.append(
-                f"{run['ranks']:>5}  {name:30} {way['bytes'] / _MIB:7.0f} {rates[0]:>6} "
-                f"{rates[1]:>6} {rates[2]:>6} {share:>12} {way['peak_bytes'] / way['bytes']:10.2f}"
+                f"{run['ranks']:>5}  {name:30} {way['bytes'] / _MIB:7.0f} {rates} {share:>12} "
+                f"{way['largest_file_over_mean']:12.2f} {way['peak_bytes'] / way['bytes']:10.2f}"
             )
         if run["load_other_mesh_s"] is not None:
             ratio = run["load_other_mesh_s"] / run["ways"][Owners.name]["load_s"]

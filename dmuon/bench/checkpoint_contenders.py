@@ -22,12 +22,16 @@ class Way(Protocol):
     """One way to save and load; every method is collective."""
 
     name: str
+    contender: Contender
 
     def save(self, path: Path) -> None:
         """Save, and return when it is on the disk."""
 
     def start_save(self, path: Path) -> Any:
         """Begin to save, and return when training may go on; None where there is no such thing."""
+
+    def wait_copied(self, started: Any) -> None:
+        """Wait until training may change weights."""
 
     def finish_save(self, started: Any) -> None:
         """Wait for what ``start_save`` began."""
@@ -42,6 +46,7 @@ class Owners:
     name = "dmuon"
 
     def __init__(self, contender: Contender) -> None:
+        self.contender = contender
         self._model = contender.model
         assert isinstance(contender.optimizer, dmuon.Muon)
         self._optimizer = contender.optimizer
@@ -53,6 +58,10 @@ class Owners:
     def start_save(self, path: Path) -> dmuon.SaveHandle:
         """See `Way.start_save`."""
         return dmuon.save_checkpoint(path, self._model, self._optimizer, async_save=True)
+
+    def wait_copied(self, started: dmuon.SaveHandle) -> None:
+        """See `Way.wait_copied`."""
+        started.wait_copied()
 
     def finish_save(self, started: dmuon.SaveHandle) -> None:
         """See `Way.finish_save`."""
@@ -69,6 +78,7 @@ class Sharded:
     name = "torch.distributed.checkpoint"
 
     def __init__(self, contender: Contender) -> None:
+        self.contender = contender
         self._model, self._optimizer = contender.model, contender.optimizer
         self._group = dist.new_group(backend="gloo")
 
@@ -79,6 +89,9 @@ class Sharded:
     def start_save(self, path: Path) -> Any:
         """See `Way.start_save`."""
         return async_save(self._state(), checkpoint_id=path, process_group=self._group)
+
+    def wait_copied(self, started: Any) -> None:
+        """See `Way.wait_copied`; it copies before it returns."""
 
     def finish_save(self, started: Any) -> None:
         """See `Way.finish_save`."""
@@ -107,6 +120,7 @@ class Gathered:
     name = "torch.save on rank 0"
 
     def __init__(self, contender: Contender) -> None:
+        self.contender = contender
         self._model: nn.Module = contender.model
         assert isinstance(contender.optimizer, dmuon.Muon)
         self._optimizer = contender.optimizer
@@ -126,6 +140,9 @@ class Gathered:
 
     def start_save(self, path: Path) -> None:
         """See `Way.start_save`."""
+
+    def wait_copied(self, started: None) -> None:
+        """See `Way.wait_copied`."""
 
     def finish_save(self, started: None) -> None:
         """See `Way.finish_save`."""

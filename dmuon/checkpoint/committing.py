@@ -1,6 +1,6 @@
 """Committing a checkpoint: files are written by all ranks, then the manifest by the first.
 
-It may go on beside training: nothing here looks at the model.
+It may go on beside training: of the model it looks at what the snapshot holds, and no more.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +14,11 @@ from dmuon.checkpoint.assignment import SECTIONS, Assignment, section_of
 from dmuon.checkpoint.content import MODEL, Entry
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
+from dmuon.checkpoint.gathering import Scattered, exchange
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
 from dmuon.checkpoint.manifest import Manifest, verify, write_manifest
 from dmuon.checkpoint.meeting import Meeting
+from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.checkpoint.tensor_file import write_tensors
 from dmuon.checkpoint.unfinished import Begun
 from dmuon.errors import CheckpointError, DamagedCheckpointError
@@ -41,28 +43,41 @@ class Ready:
 
 @dataclass
 class Work:
-    """All that is left to do when the values are in host memory.
+    """All that is left to do when it is known what to write.
 
     Attributes:
         folder: of the checkpoint; it is there.
         entries: of the whole checkpoint, equal on all ranks.
         assignment: who writes what.
-        collected: what this rank writes, by key; gone when this is done.
+        snapshot: what this rank has of it; gone when this is done.
+        scattered: what the ranks exchange before they write.
         group: where the ranks meet; None for one rank alone.
         ready: what the first rank brings.
+        is_beside: training goes on meanwhile, so live tensors are copied first.
         has_lost_group: the group is of no use any more.
     """
 
     folder: Path
     entries: list[Entry]
     assignment: Assignment
-    collected: dict[str, torch.Tensor]
+    snapshot: Snapshot
+    scattered: list[Scattered]
     group: dist.ProcessGroup | None
     ready: Ready
+    is_beside: bool
     has_lost_group: bool = False
+    _failure: str | None = None
+
+    def take(self) -> None:
+        """Copy what training will change; what goes wrong is told to all in `commit`. Local."""
+        take = self.snapshot.take if self.is_beside else self.snapshot.share
+        _, self._failure = self._attempt(take)
 
     def commit(self) -> Manifest:
-        """Write this rank's files; on the first rank then the manifest. Collective over the group.
+        """After `take`: write this rank's files; on the first rank then the manifest.
+
+        Collective over the group. The ranks meet when all have copied, when all have written, and
+        when the first has committed.
 
         Raises:
             CheckpointError: on every rank, with what kept any of them from writing.
@@ -79,14 +94,17 @@ class Work:
                 f"{first_line}",
             ) from error
         finally:
-            self.collected.clear()
+            self.snapshot.values.clear()
         if manifest is None:
             raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
         return manifest
 
     def _commit(self, meeting: Meeting) -> tuple[Manifest | None, list[str]]:
-        written, failure = self._attempt(self._write_mine, meeting.rank)
-        everyones = meeting.tell_all((written, failure))
+        everyones = meeting.tell_all(({}, self._failure))
+        if not any(text for _, text in everyones):
+            exchange(self.group, self.scattered, self.snapshot.values)
+            written, failure = self._attempt(self._write_mine, meeting.rank)
+            everyones = meeting.tell_all((written, failure))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]
         manifest: Manifest | None = None
         if meeting.rank == 0:
@@ -117,7 +135,7 @@ class Work:
             mine = {name: facts[f"{section} {name}"] for name in names}
 
             def fetch(name: str, section: str = section) -> torch.Tensor:
-                return self.collected.pop(f"{section} {name}")
+                return self.snapshot.values.pop(f"{section} {name}")
 
             written[file] = write_tensors(self.folder / file, mine, fetch)
         return written

@@ -2,12 +2,43 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import BinaryIO
 
 from dmuon.checkpoint.facts import FileFacts
+
+MOST_WAITING = 8
+"""Pieces that are written or read and not hashed yet; more would hold memory."""
+PIECE_BYTES = 2**20
+"""That are read at a time."""
+
+
+class _Hasher:
+    """SHA-256 of pieces in their order, in a thread beside writing and waiting for the disk."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._pieces: Queue[bytes | memoryview | None] = Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="dmuon sha256", daemon=True)
+        self._thread.start()
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._pieces.put(data)
+
+    def finish(self) -> str:
+        """Hexadecimal, of all pieces; the thread has ended when this returns."""
+        if self._thread.is_alive():
+            self._pieces.put(None)
+            self._thread.join()
+        return self._hash.hexdigest()
+
+    def _run(self) -> None:
+        while (data := self._pieces.get()) is not None:
+            self._hash.update(data)
 
 
 class HashedFile:
@@ -15,33 +46,50 @@ class HashedFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._hash = hashlib.sha256()
+        self._hasher = _Hasher()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``; a memoryview must be one of bytes."""
+        """Append ``data``, which must stay as it is; a memoryview must be one of bytes."""
+        self._hasher.update(data)
         self._file.write(data)
-        self._hash.update(data)
         self._size += len(data)
 
     def facts(self) -> FileFacts:
-        """Size and SHA-256 of what was written so far."""
-        return FileFacts(self._size, self._hash.hexdigest())
+        """Size and SHA-256 of everything, when all is written."""
+        return FileFacts(self._size, self._hasher.finish())
+
+
+def sha256_of(path: Path) -> str:
+    """Of all bytes of a file, hexadecimal; hashed beside the reading."""
+    hasher = _Hasher()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(PIECE_BYTES):
+                hasher.update(piece)
+    finally:
+        digest = hasher.finish()
+    return digest
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[HashedFile]:
     """Open a file that appears under its name at the end, when it is whole and on the disk.
 
-    When the body raises, nothing is left of it, and what had the name before is untouched.
+    Ask for its facts after that: hashing goes on during the wait for the disk. When the body
+    raises, nothing is left of it, and what had the name before is untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # of a process that died, had the same number
     try:
         with temporary.open("xb") as file:
-            yield HashedFile(file)
-            file.flush()
-            os.fsync(file.fileno())
+            hashed = HashedFile(file)
+            try:
+                yield hashed
+                file.flush()
+                os.fsync(file.fileno())
+            finally:
+                hashed.facts()  # ends its thread
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -53,7 +101,7 @@ def write_file(path: Path, data: bytes) -> FileFacts:
     """Write a small file whole; when this returns it survives a crash of the machine."""
     with whole_file(path) as file:
         file.write(data)
-        return file.facts()
+    return file.facts()
 
 
 def sync(path: Path) -> None:

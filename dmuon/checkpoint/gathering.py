@@ -5,7 +5,7 @@ is at most ``BUFFER_BYTES``, in one exchange among all ranks: each sends to ever
 of the writer's tensors. On a grid the writer's own row sends, so nothing comes twice.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dmuon.checkpoint.content import Entry, OwnedEntry, PlainEntry, ShardedEntry
+from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.dedication import Dedication
 from dmuon.optimizer import Muon
 
@@ -21,55 +22,82 @@ BUFFER_BYTES = 2**26
 
 
 @dataclass(frozen=True)
+class Scattered:
+    """A tensor in rows over some ranks, which one rank writes; plain facts, equal on all ranks.
+
+    Attributes:
+        key: of the entry.
+        shape: of the whole.
+        dtype: of the whole.
+        writer: who gets it.
+        senders: who has each shard. Places in the group of all ranks, as the writer.
+    """
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    writer: int
+    senders: Sequence[int]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte and end of each shard in the whole."""
+        num_rows = self.shape[0]
+        row_bytes = self.shape.numel() // max(num_rows, 1) * self.dtype.itemsize
+        bounds = row_bounds(num_rows, len(self.senders))
+        return [(first * row_bytes, end * row_bytes) for first, end in bounds]
+
+
+@dataclass(frozen=True)
 class Piece:
     """Bytes ``[start, end)`` of every shard of a tensor, as far as the shard goes."""
 
-    entry: ShardedEntry
+    of: Scattered
     start: int
     end: int
 
 
-def collect(
+def contributions(
     dedication: Dedication,
     optimizer: Muon | None,
     entries: Iterable[Entry],
     writer_of: Mapping[str, int],
-) -> dict[str, torch.Tensor]:
-    """Copies, in host memory, of the tensors that this rank writes. Collective over the mesh.
+) -> tuple[Snapshot, list[Scattered]]:
+    """What this rank writes of what it has, and its shards of what is to be exchanged.
+
+    Local, but for tensors that are sharded otherwise than by rows: those are gathered here.
+    Collective over the mesh where there are any.
 
     Args:
         dedication: of the model.
         optimizer: where the momentum is.
         entries: equal on all ranks, in one order.
         writer_of: the writer of each by its key, a place in the group of all ranks.
-
-    Returns:
-        By key.
     """
-    me = dedication.owner_map.everyone.rank()
-    collected: dict[str, torch.Tensor] = {}
-    sharded: list[ShardedEntry] = []
+    group = dedication.owner_map.everyone
+    me = group.rank()
+    snapshot = Snapshot(dedication.device)
+    scattered: list[Scattered] = []
     for entry in entries:
-        is_mine = writer_of[entry.key] == me
-        covers_all = isinstance(entry, ShardedEntry) and (
-            entry.value.device_mesh.size() == dedication.owner_map.num_owners
-        )
-        if isinstance(entry, ShardedEntry) and covers_all and is_in_rows(entry.value):
-            sharded.append(entry)
-            if is_mine:
-                collected[entry.key] = torch.empty(entry.shape, dtype=entry.dtype)
-            continue
-        whole: torch.Tensor | None = None
+        writer = writer_of[entry.key]
         if isinstance(entry, ShardedEntry):
+            mesh = entry.value.device_mesh
+            if mesh.size() == dedication.owner_map.num_owners and is_in_rows(entry.value):
+                senders = _senders(group, mesh, writer)
+                if me in senders:
+                    snapshot.add(entry.key, entry.value.to_local(), entry.dtype)
+                scattered.append(Scattered(entry.key, entry.shape, entry.dtype, writer, senders))
+                continue
             # other shards than by rows come whole to every rank, one at a time
             with dedication.engine.order.explained(f"gathering {entry.name} for a checkpoint"):
                 whole = entry.value.full_tensor()
-        if is_mine:
-            value = _held_value(entry, optimizer) if whole is None else whole
-            collected[entry.key] = value.detach().to("cpu", entry.dtype, copy=True).contiguous()
-    for pieces in _exchanges(sharded):
-        _exchange(dedication, pieces, writer_of, collected)
-    return collected
+            if writer == me:
+                snapshot.add_copy(entry.key, whole, entry.dtype)
+        elif writer == me and isinstance(entry, PlainEntry):
+            snapshot.add_copy(entry.key, entry.value, entry.dtype)
+        elif writer == me and isinstance(entry, OwnedEntry):
+            _add_owned(snapshot, entry, optimizer)
+    return snapshot, scattered
 
 
 def row_bounds(num_rows: int, num_shards: int) -> list[tuple[int, int]]:
@@ -84,28 +112,52 @@ def is_in_rows(value: DTensor) -> bool:
     return isinstance(last, Shard) and last.dim == 0 and all(p.is_replicate() for p in others)
 
 
-def _held_value(entry: Entry, optimizer: Muon | None) -> torch.Tensor:
-    if isinstance(entry, PlainEntry):
-        return entry.value
-    assert isinstance(entry, OwnedEntry)
+def exchange(
+    group: dist.ProcessGroup | None,
+    scattered: Sequence[Scattered],
+    values: dict[str, torch.Tensor],
+) -> None:
+    """Bring each tensor to its writer. Collective over the group.
+
+    Args:
+        group: of all ranks, for host memory; None for one rank alone, who has everything.
+        scattered: equal on all ranks, in one order.
+        values: the shards of this rank by key, which are dropped when they are sent; then the
+            whole tensors that it writes.
+    """
+    if group is None:
+        return
+    wholes = {
+        each.key: torch.empty(each.shape, dtype=each.dtype)  # takes memory as it is filled
+        for each in scattered
+        if each.writer == group.rank()
+    }
+    for pieces in _exchanges(scattered):
+        _exchange(group, pieces, values, wholes)
+    values.update(wholes)
+
+
+def _add_owned(snapshot: Snapshot, entry: OwnedEntry, optimizer: Muon | None) -> None:
     if entry.kind == "momentum_buffer":
         assert optimizer is not None
-        return optimizer.state[entry.param.param]["momentum_buffer"]
+        value = optimizer.state[entry.param.param]["momentum_buffer"]
+        snapshot.add(entry.key, value, entry.dtype)
+        return
     assert entry.parcel.master is not None  # it is written by its owner
-    return entry.parcel.views(entry.parcel.master)[entry.parcel.params.index(entry.param)]
+    value = entry.parcel.views(entry.parcel.master)[entry.parcel.params.index(entry.param)]
+    snapshot.add(entry.key, value, entry.dtype, entry.param.param)
 
 
-def _exchanges(entries: Iterable[ShardedEntry]) -> Iterator[list[Piece]]:
+def _exchanges(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
     """Pieces in order, as many together as fit into the buffer."""
     together: list[Piece] = []
     used = 0
-    for entry in entries:
-        num_shards = entry.value.device_mesh.size(-1)
-        first, end = row_bounds(entry.shape[0], num_shards)[0]
-        shard_bytes = (end - first) * (entry.num_bytes // max(entry.shape[0], 1))
+    for each in scattered:
+        num_shards = len(each.senders)
+        first, end = each.spans[0]
         step = max(1, BUFFER_BYTES // num_shards)
-        for start in range(0, shard_bytes, step):
-            piece = Piece(entry, start, min(start + step, shard_bytes))
+        for start in range(0, end - first, step):
+            piece = Piece(each, start, min(start + step, end - first))
             size = (piece.end - piece.start) * num_shards
             if together and used + size > BUFFER_BYTES:
                 yield together
@@ -117,37 +169,41 @@ def _exchanges(entries: Iterable[ShardedEntry]) -> Iterator[list[Piece]]:
 
 
 def _exchange(
-    dedication: Dedication,
+    group: dist.ProcessGroup,
     pieces: list[Piece],
-    writer_of: Mapping[str, int],
-    collected: dict[str, torch.Tensor],
+    shards: dict[str, torch.Tensor],
+    wholes: dict[str, torch.Tensor],
 ) -> None:
     """Send my bytes of ``pieces`` to their writers, and put what comes where it belongs.
 
-    Collective over the mesh.
+    Collective over the group.
     """
-    group = dedication.owner_map.everyone
     me = group.rank()
     to_writer: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
     from_sender: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
     for piece in pieces:
-        writer = writer_of[piece.entry.key]
-        senders = _senders(group, piece.entry.value.device_mesh, writer)
-        if me in senders:
-            to_writer[writer].append(_bytes(piece.entry.value.to_local())[piece.start : piece.end])
-        if writer == me:
-            whole = _bytes(collected[piece.entry.key])
-            for sender, target in zip(senders, _shards(piece.entry, whole), strict=True):
-                from_sender[sender].append(target[piece.start : piece.end])
-    sent = torch.cat([part for parts in to_writer for part in parts] or [_nothing(dedication)])
+        each = piece.of
+        if me in each.senders:
+            part = _bytes(shards[each.key])[piece.start : piece.end]
+            to_writer[each.writer].append(part.cpu())
+        if each.writer == me:
+            whole = _bytes(wholes[each.key])
+            for sender, (first, end) in zip(each.senders, each.spans, strict=True):
+                from_sender[sender].append(whole[first:end][piece.start : piece.end])
+    parts = [part for parts in to_writer for part in parts]
+    sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     send_sizes = [sum(part.numel() for part in parts) for parts in to_writer]
     receive_sizes = [sum(part.numel() for part in parts) for parts in from_sender]
+    del parts, to_writer
     received = sent.new_empty(sum(receive_sizes))
-    with dedication.engine.order.explained("gathering sharded tensors for a checkpoint"):
-        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
     targets = [target for parts in from_sender for target in parts]
     for target, part in zip(targets, received.split([t.numel() for t in targets]), strict=True):
         target.copy_(part)
+    for piece in pieces:
+        first, end = piece.of.spans[0]
+        if piece.end == end - first:
+            shards.pop(piece.of.key, None)
 
 
 def _senders(group: dist.ProcessGroup, mesh: DeviceMesh, writer: int) -> list[int]:
@@ -158,16 +214,5 @@ def _senders(group: dist.ProcessGroup, mesh: DeviceMesh, writer: int) -> list[in
     return [ranks.index(rank) for rank in row]
 
 
-def _shards(entry: ShardedEntry, whole: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of each shard inside those of the whole tensor."""
-    row_bytes = entry.num_bytes // max(entry.shape[0], 1)
-    bounds = row_bounds(entry.shape[0], entry.value.device_mesh.size(-1))
-    return [whole[first * row_bytes : end * row_bytes] for first, end in bounds]
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _nothing(dedication: Dedication) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=dedication.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 from dmuon.checkpoint.background import run_beside
 from dmuon.checkpoint.committing import Work
 from dmuon.checkpoint.manifest import Manifest
+from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.errors import CheckpointError
 
 
@@ -19,8 +20,9 @@ class SaveHandle:
         path: the folder of the checkpoint.
     """
 
-    def __init__(self, path: Path, after: "SaveHandle | None" = None) -> None:
+    def __init__(self, path: Path, snapshot: Snapshot, after: "SaveHandle | None" = None) -> None:
         self.path = path
+        self._snapshot = snapshot
         self._after = after
         self._is_over = threading.Event()
         self._manifest: Manifest | None = None
@@ -32,6 +34,13 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the checkpoint is committed, or has failed. Local."""
         return self._is_over.is_set()
+
+    def wait_copied(self) -> None:
+        """Wait until the values are in host memory, so that they may be changed by hand. Local.
+
+        What belongs to DMuon, such as ``step`` and loading, waits by itself.
+        """
+        self._snapshot.wait()
 
     def wait(self) -> Manifest:
         """Wait until the checkpoint is committed; its manifest, equal on all ranks.
@@ -53,6 +62,7 @@ class SaveHandle:
 
     def _run(self, work: Work, warns: bool = False) -> None:
         try:
+            work.take()  # first of all: training may be waiting for it
             if self._after is not None:
                 self._after._is_over.wait()
                 self._after = None

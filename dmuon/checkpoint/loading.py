@@ -300,8 +300,11 @@ class _Loading:
     def _facts(self, name: str) -> TensorFacts:
         return self._holder(name).facts(name)
 
-    def _read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        return self._holder(name).read(name, rows)
+    def _read(self, name: str) -> torch.Tensor:
+        return self._holder(name).read(name)
+
+    def _read_into(self, target: torch.Tensor, name: str, rows: slice | None = None) -> None:
+        self._holder(name).read_into(target, name, rows)
 
     def _holder(self, name: str) -> Source | TensorReader:
         """Where a tensor is read: among the weights, or the optimizer's state."""
@@ -344,7 +347,7 @@ class _Loading:
         elif isinstance(entry, ShardedEntry):
             self._fill(entry.value, name)
         elif isinstance(entry, PlainEntry):
-            entry.value.copy_(self._read(name))
+            self._read_into(entry.value, name)
 
     def _read_module_state(self) -> None:
         kept = self.source.module_state
@@ -364,24 +367,24 @@ class _Loading:
             return
         if entry.kind == "weight" and self._has_master(entry.param.name):
             name = f"master_weight/{entry.param.name}"
-        value = self._read(name)
         if entry.kind == "momentum_buffer":
             assert self.optimizer is not None
-            momentum = value.to(device=entry.parcel.device, dtype=MASTER_DTYPE)
+            momentum = torch.empty(entry.shape, dtype=MASTER_DTYPE, device=entry.parcel.device)
+            self._read_into(momentum, name)
             self.optimizer.state[entry.param.param] = {"momentum_buffer": momentum}
         else:
             place = entry.parcel.params.index(entry.param)
-            entry.parcel.views(entry.parcel.master)[place].copy_(value)
+            self._read_into(entry.parcel.views(entry.parcel.master)[place], name)
 
     def _fill(self, target: torch.Tensor, name: str) -> None:
         """Read into ``target`` what this rank holds of it."""
         if not isinstance(target, DTensor):
-            target.copy_(self._read(name))
+            self._read_into(target, name)
         elif is_in_rows(target):
             coordinate = target.device_mesh.get_coordinate()
             assert coordinate is not None  # checked at set-up
             bounds = row_bounds(target.shape[0], target.device_mesh.size(-1))
-            target.to_local().copy_(self._read(name, slice(*bounds[coordinate[-1]])))
+            self._read_into(target.to_local(), name, slice(*bounds[coordinate[-1]]))
         else:
             whole = self._read(name).to(target.device)
             mesh, placements = target.device_mesh, target.placements
@@ -396,7 +399,7 @@ class _Loading:
             if name in facts.steps:
                 state = {"step": torch.tensor(float(facts.steps[name]), dtype=torch.float32)}
                 for moment in MOMENTS:
-                    state[moment] = torch.zeros_like(param)
+                    state[moment] = torch.empty_like(param)
                     self._fill(state[moment], f"{moment}/{name}")
                 optimizer.state[param] = state
         for group, saved in self._paired_groups(optimizer) or ():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.checkpoint import fields
-from dmuon.checkpoint.durable_file import write_file
+from dmuon.checkpoint.durable_file import sha256_of, write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import check_plain, file_in
 from dmuon.checkpoint.plain_json import decode, encode, parse
@@ -314,8 +314,7 @@ def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
 
 def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
     try:
-        with file_in(folder, name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(file_in(folder, name))
     except OSError as error:
         raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
     if found != facts.sha256:

@@ -1,9 +1,9 @@
 """Saving a checkpoint: every tensor is written by one rank, the manifest last.
 
-What a rank writes is first copied into its host memory, which is all that training waits for; the
-rest may go on beside it. In the background the ranks meet twice, over a CPU group of their own:
-when all have written, and when the first has committed. So either all learn that the checkpoint is
-good, or all learn what kept it from being so.
+An asynchronous save copies what a rank has into its host memory beside the next forward and
+backward; whatever is about to change the values, such as ``step``, waits for that alone. Then the
+ranks exchange, write and meet over a CPU group of their own. So either all learn that the
+checkpoint is good, or all learn what kept it from being so.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from dmuon.checkpoint.content import (
     content_of,
 )
 from dmuon.checkpoint.file_names import check_plain, local_path
-from dmuon.checkpoint.gathering import collect
+from dmuon.checkpoint.gathering import contributions
 from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.index_file import INDEX_FILE
 from dmuon.checkpoint.manifest import (
@@ -102,12 +102,13 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
         step: optimizer steps done; by default what the optimizer has counted.
         extra: plain data of yours for the manifest (that of the first rank counts).
         files: small files of yours by name, such as ``config.json`` (of the first rank).
-        async_save: return when the values are copied to host memory, and write beside what
-            follows. Call ``wait()`` before the process ends. The next save of this model waits
-            for this one, and raises what went wrong with it, unless all ranks have been told.
-            A process that ends without ``wait()`` is kept until the checkpoint is committed, for
-            ``timeout`` at most, and for a minute at most when an exception has ended it; what
-            fails then is a warning.
+        async_save: return at once, and copy the values to host memory and write them beside what
+            follows; ``step`` waits for the copies. Call ``wait()`` before the process ends, and
+            ``wait_copied()`` before weights or state are changed by hand. The next save of this
+            model waits for this one, and raises what went wrong with it, unless all ranks have
+            been told. A process that ends without ``wait()`` is kept until the checkpoint is
+            committed, for ``timeout`` at most, and for a minute at most when an exception has
+            ended it; what fails then is a warning.
         timeout: how long a rank that has written waits for the others; equal on all ranks. One
             that has died is noticed at once.
 
@@ -123,12 +124,14 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     dedication.settle_for(Call.SAVE_CHECKPOINT)
     given = _Given(path, step, extra or {}, files or {}, timeout)
     folder = Path(path).absolute()  # the process may go elsewhere while it is written
-    work = _prepare(folder, dedication, optimizer, given)
+    work = _prepare(folder, dedication, optimizer, given, is_beside=async_save)
     lane = _lane_of(dedication)
-    handle = SaveHandle(folder, after=None if work.group is None else lane.last)
+    handle = SaveHandle(folder, work.snapshot, after=None if work.group is None else lane.last)
     _last[dedication] = lane.last = handle
     if async_save:
+        work.snapshot.begin()
         handle._run_beside(work, timeout)
+        dedication.wait_for_readers = work.snapshot.wait
     else:
         handle._run(work)
         del _last[dedication]
@@ -148,7 +151,14 @@ class _Given:
 
 
 @torch.no_grad()
-def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given: _Given) -> Work:
+def _prepare(
+    folder: Path,
+    dedication: Dedication,
+    optimizer: Muon | None,
+    given: _Given,
+    *,
+    is_beside: bool,
+) -> Work:
     """Everything that training has to wait for. Collective over the mesh."""
     previous = _last.pop(dedication, None)
     unheard = None if previous is None else previous._unheard_error()
@@ -172,12 +182,14 @@ def _prepare(folder: Path, dedication: Dedication, optimizer: Muon | None, given
     writer_of = {
         entry.key: assignment.writer(entry.section, entry.name) for entry in content.entries
     }
-    collected = collect(dedication, optimizer, content.entries, writer_of)
+    snapshot, scattered = contributions(dedication, optimizer, content.entries, writer_of)
     group = dedication.owner_map.everyone
     background: dist.ProcessGroup | None = None
     if group.size() > 1:
         background = cpu_group(f"checkpoint {lane.number}", group, given.timeout)
-    return Work(folder, content.entries, assignment, collected, background, ready)
+    return Work(
+        folder, content.entries, assignment, snapshot, scattered, background, ready, is_beside
+    )
 
 
 def _lane_of(dedication: Dedication) -> _Lane:

@@ -64,6 +64,10 @@ class Source(ABC):
             CheckpointError: there is no such weight, or its file cannot be read.
         """
 
+    def read_into(self, target: Tensor, name: str, rows: slice | None = None) -> None:
+        """Read a weight, or some of its rows, into a tensor of that shape; see `read`."""
+        target.copy_(self.read(name, rows))
+
     @abstractmethod
     def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
         """Check that files are whole, as far as what was written with them tells.
@@ -162,6 +166,10 @@ class CheckpointSource(Source):
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """See `Source.read`."""
         return self.reader.read(self._stored(name), rows)
+
+    def read_into(self, target: Tensor, name: str, rows: slice | None = None) -> None:
+        """See `Source.read_into`."""
+        self.reader.read_into(target, self._stored(name), rows)
 
     def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
         """See `Source.verify`."""

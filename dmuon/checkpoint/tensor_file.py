@@ -50,7 +50,7 @@ def write_tensors(
             _check(path, name, facts[name], tensor)
             for chunk in _chunks(tensor):
                 file.write(_bytes_of(chunk.cpu()))
-        return file.facts()
+    return file.facts()
 
 
 def _check(path: Path, name: str, facts: TensorFacts, tensor: Tensor) -> None:
@@ -109,9 +109,32 @@ class TensorFile:
             DamagedCheckpointError: the file has been cut since it was opened.
         """
         span = self._spans[name]
-        begin, shape = _part(name, span, rows)
+        _, shape = _part(name, span, rows)
         tensor = torch.empty(shape, dtype=span.facts.torch_dtype)
-        left = _bytes_of(tensor)
+        self.read_into(tensor, name, rows)
+        return tensor
+
+    def read_into(self, target: Tensor, name: str, rows: slice | None = None) -> None:
+        """Read a tensor, or some of its rows, to where it belongs.
+
+        Args:
+            target: of the right shape, on any device and of any type.
+            name: a key of ``facts``.
+            rows: as in `read`.
+
+        Raises:
+            DamagedCheckpointError: the file has been cut since it was opened.
+            SetupError: the shape is another.
+        """
+        span = self._spans[name]
+        begin, shape = _part(name, span, rows)
+        if tuple(target.shape) != shape:
+            raise SetupError(f"{name} has shape {shape} there, {tuple(target.shape)} here")
+        is_like_file = target.device.type == "cpu" and target.dtype == span.facts.torch_dtype
+        if not is_like_file or not target.is_contiguous():
+            target.copy_(self.read(name, rows))
+            return
+        left = _bytes_of(target)
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(begin)
@@ -122,7 +145,6 @@ class TensorFile:
                     left = left[count:]
         except OSError as error:
             raise DamagedCheckpointError(self.path, f"{name} cannot be read: {error}") from error
-        return tensor
 
 
 def _part(name: str, span: Span, rows: slice | None) -> tuple[int, tuple[int, ...]]:
@@ -194,6 +216,17 @@ class TensorReader:
         file = self._place(name)
         with self._named(file):
             return self._open(file).read(name, rows)
+
+    def read_into(self, target: Tensor, name: str, rows: slice | None = None) -> None:
+        """Read a tensor, or some of its rows, to where it belongs; see `TensorFile.read_into`.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+            DamagedCheckpointError: its file is not what the manifest says.
+        """
+        file = self._place(name)
+        with self._named(file):
+            self._open(file).read_into(target, name, rows)
 
     def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
         """Compare files with the manifest: sizes, headers and, unless told not to, every byte.
