@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon import torch_internals
 from dmuon.errors import SetupError
 
 
@@ -175,6 +176,8 @@ class GridOwners:
         return [*own, self.everyone]
 
 
+CONNECT_TIMEOUT = timedelta(minutes=2)
+
 # Groups live as long as the default group; a second model on the same ranks uses the same ones.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -202,9 +205,14 @@ def _own_group(
 def cpu_group(purpose: str, like: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A group over the ranks of ``like`` for host memory, used for ``purpose`` alone.
 
-    Collective over ``like`` the first time.
+    Collective over ``like`` the first time, when all must be there within `CONNECT_TIMEOUT`: nobody
+    notices that a rank has died before it has joined.
     """
-    return _own_group(purpose, dist.get_process_group_ranks(like), timeout, backend="gloo")
+    ranks = dist.get_process_group_ranks(like)
+    connecting = min(timeout, CONNECT_TIMEOUT)
+    group = _own_group(f"{purpose}, {timeout}", ranks, connecting, backend="gloo")
+    torch_internals.set_timeout(group, timeout)
+    return group
 
 
 def _control_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup | None:

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 P = ParamSpec("P")
@@ -35,6 +38,11 @@ def hook_leaf(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     leaf.requires_grad_(True)
     leaf.register_post_accumulate_grad_hook(hook)
     leaf.requires_grad_(requires_grad)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """From now on collectives over a gloo group may take so long. Local."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def compute_dtype_of(module: FSDPModule) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import dmuon
 from dmuon.checkpoint import committing
+from dmuon.checkpoint.snapshot import Snapshot
 
 
 def flat(state: object, path: str = "") -> dict[str, Any]:
@@ -41,15 +42,28 @@ def states(model: nn.Module, optimizer: dmuon.Muon) -> dict[str, dict[str, Any]]
 @contextmanager
 def writing_held() -> Iterator[threading.Event]:
     """Files are written, by the real thing, once the event is set."""
-    event, write = threading.Event(), committing.write_tensors
+    with _held(committing, "write_tensors") as event:
+        yield event
 
-    def write_later(*args: Any) -> Any:
+
+@contextmanager
+def copying_held() -> Iterator[threading.Event]:
+    """Live tensors are copied, by the real thing, once the event is set."""
+    with _held(Snapshot, "take") as event:
+        yield event
+
+
+@contextmanager
+def _held(where: Any, name: str) -> Iterator[threading.Event]:
+    event, do = threading.Event(), getattr(where, name)
+
+    def do_later(*args: Any) -> Any:
         assert event.wait(60)
-        return write(*args)
+        return do(*args)
 
-    committing.write_tensors = write_later
+    setattr(where, name, do_later)
     try:
         yield event
     finally:
         event.set()
-        committing.write_tensors = write
+        setattr(where, name, do)

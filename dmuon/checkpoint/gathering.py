@@ -1,8 +1,8 @@
 """Bringing what a rank writes into its host memory, a bounded piece at a time.
 
 A sharded tensor goes to its one writer; no rank ever holds the whole model. What travels together
-is at most ``BUFFER_BYTES``, in one exchange among all ranks: each sends to every writer what it has
-of the writer's tensors. On a grid the writer's own row sends, so nothing comes twice.
+is at most ``EXCHANGE_BYTES``, in one exchange among all ranks: each sends to every writer what it
+has of the writer's tensors. On a grid the writer's own row sends, so nothing comes twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dmuon.checkpoint.content import Entry, OwnedEntry, PlainEntry, ShardedEntry
+from dmuon.checkpoint.host_memory import empty
 from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.dedication import Dedication
 from dmuon.optimizer import Muon
 
 BUFFER_BYTES = 2**26
+"""The most that a save needs beside what a rank writes."""
+EXCHANGE_BYTES = BUFFER_BYTES // 4
+"""It lies there twice, packed."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,7 @@ def exchange(
     if group is None:
         return
     wholes = {
-        each.key: torch.empty(each.shape, dtype=each.dtype)  # takes memory as it is filled
-        for each in scattered
-        if each.writer == group.rank()
+        each.key: empty(each.shape, each.dtype) for each in scattered if each.writer == group.rank()
     }
     for pieces in _exchanges(scattered):
         _exchange(group, pieces, values, wholes)
@@ -155,11 +157,11 @@ def _exchanges(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
     for each in scattered:
         num_shards = len(each.senders)
         first, end = each.spans[0]
-        step = max(1, BUFFER_BYTES // num_shards)
+        step = max(1, EXCHANGE_BYTES // num_shards)
         for start in range(0, end - first, step):
             piece = Piece(each, start, min(start + step, end - first))
             size = (piece.end - piece.start) * num_shards
-            if together and used + size > BUFFER_BYTES:
+            if together and used + size > EXCHANGE_BYTES:
                 yield together
                 together, used = [], 0
             together.append(piece)

@@ -186,7 +186,12 @@ def _prepare(
     group = dedication.owner_map.everyone
     background: dist.ProcessGroup | None = None
     if group.size() > 1:
-        background = cpu_group(f"checkpoint {lane.number}", group, given.timeout)
+        try:
+            background = cpu_group(f"checkpoint {lane.number}", group, given.timeout)
+        except RuntimeError as error:
+            raise CheckpointError(
+                folder, f"another rank is gone, so nothing was written: {error}"
+            ) from error
     return Work(
         folder, content.entries, assignment, snapshot, scattered, background, ready, is_beside
     )

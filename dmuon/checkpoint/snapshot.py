@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dmuon.checkpoint.host_memory import empty
 from dmuon.errors import SetupError
 
 
@@ -86,7 +87,7 @@ class Snapshot:
             with self._module.stream(self._stream):
                 for key in list(self._live):
                     live = self._live.pop(key)
-                    self.values[key] = live.value.to("cpu", live.dtype, copy=True)
+                    self.values[key] = empty(live.value.shape, live.dtype).copy_(live.value)
                     if [t._version for t in live.watched] != list(live.versions):
                         name = key.partition(" ")[2]
                         raise SetupError(

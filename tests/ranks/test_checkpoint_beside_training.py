@@ -5,14 +5,14 @@ import resource
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import assert_same, states, writing_held
+from checkpoints import assert_same, copying_held, states, writing_held
 from ranks_runner import run_ranks
 from torch import nn
 from wrapped import backward, make_mesh, prepare, train
@@ -71,6 +71,68 @@ def test_the_values_are_those_of_the_call_whatever_changes_before_they_are_writt
         assert_same(states(other, its_optimizer), expected)
 
     run_ranks(4, body)
+
+
+def load_backwards(model: nn.Module, optimizer: dmuon.Muon) -> None:
+    """Other values everywhere, by the functions for users' own scripts."""
+    weights = dmuon.get_model_state_dict(model)
+    dmuon.set_model_state_dict(model, {name: -value for name, value in weights.items()})
+
+
+CHANGES = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "set_model_state_dict": load_backwards,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_weights_waits_until_they_are_copied(
+    change: Callable[[nn.Module, dmuon.Muon], None], tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        train(model, optimizer, range(2))
+        expected = states(model, optimizer)
+        with copying_held() as may_copy:
+            handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+            backward(model, 2)  # goes on meanwhile
+            threading.Timer(0.3, may_copy.set).start()
+            change(model, optimizer)
+            assert may_copy.is_set()
+            handle.wait()
+        with pytest.raises(AssertionError):
+            assert_same(states(model, optimizer), expected)
+        load_checkpoint(tmp_path / "new", model, optimizer)
+        assert_same(states(model, optimizer), expected)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint was made")
+@pytest.mark.parametrize("waits", [True, False], ids=["after waiting", "without waiting"])
+def test_weights_changed_by_hand_while_they_are_copied_are_an_error_on_all_ranks(
+    waits: bool, tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        owned = dmuon.get_owned_params(model, rank=1)
+        with copying_held() as may_copy:
+            handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+            if waits:
+                may_copy.set()
+                handle.wait_copied()
+            if rank == 1:
+                with torch.no_grad():
+                    next(iter(owned.values())).mul_(2)
+            may_copy.set()
+            if waits:
+                handle.wait()
+                return
+            with pytest.raises(dmuon.CheckpointError, match=r"was changed while .* wait_copied"):
+                handle.wait()
+        save_checkpoint(tmp_path / "new", model, optimizer)
+
+    run_ranks(2, body)
 
 
 def test_the_next_save_waits_for_the_last(tmp_path: Path) -> None:
@@ -165,12 +227,12 @@ def test_two_models_save_at_once(second_beside: bool, tmp_path: Path) -> None:
 def _ending_rank(rank: int, store: str, folder: Path, destroys: bool) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
     model, optimizer = prepared(2)
-    with writing_held() as may_write:
+    with copying_held() as may_copy:
         save_checkpoint(folder / "new", model, optimizer, async_save=True)
         if destroys:
             dist.barrier()
             dist.destroy_process_group()
-        may_write.set()
+        may_copy.set()
 
 
 @pytest.mark.parametrize("destroys", [True, False], ids=["groups destroyed", "groups left"])

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from wrapped import make_mesh, prepare, train
 
 import dmuon
 import dmuon.checkpoint
+from dmuon import owner_map
 from dmuon.checkpoint.loading import load_checkpoint
 from dmuon.checkpoint.manifest import MANIFEST_FILE
 from dmuon.checkpoint.saving import save_checkpoint
@@ -67,6 +69,7 @@ def saving_rank(
     rank: int, store: str, folder: Path, beside: bool, kill_at: int | None, group: Any, out: Any
 ) -> None:
     group[rank] = os.getpid()
+    owner_map.CONNECT_TIMEOUT = timedelta(seconds=10)  # when one dies before it has joined
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS, init_method=f"file://{store}")
     model = prepare(make_mesh(NUM_RANKS))
     optimizer = dmuon.Muon(model, ns_dtype=torch.float32)

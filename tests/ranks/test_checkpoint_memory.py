@@ -61,13 +61,16 @@ def dump(model: nn.Module, path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_needs_its_share_and_a_fixed_buffer(num_ranks: int, tmp_path: Path) -> None:
+def test_a_rank_needs_its_share_and_a_fixed_buffer(
+    num_ranks: int, beside: bool, tmp_path: Path
+) -> None:
     def body(rank: int) -> None:
         model = prepared(num_ranks)
         save_checkpoint(tmp_path / "first", small(num_ranks))  # groups, threads, imports
         total = sum(param.numel() for param in large_params()) * 4
-        needed = growth(lambda: save_checkpoint(tmp_path / "new", model))
+        needed = growth(lambda: save_checkpoint(tmp_path / "new", model, async_save=beside).wait())
         files = sorted((tmp_path / "new").glob("model-*.safetensors"))
         share = files[rank].stat().st_size
         simple = growth(lambda: dump(model, tmp_path / f"{rank}.pt"))
