@@ -1,15 +1,21 @@
 """The checkpoints in a folder: which are whole, and what keeps others from being so. Local."""
 
+import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon.checkpoint.assignment import section_of
-from dmuon.checkpoint.file_names import local_path
+from dmuon.checkpoint.file_names import file_in, local_path
 from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
 from dmuon.checkpoint.unfinished import MARK_FILE
 from dmuon.errors import CheckpointError, DamagedCheckpointError
+
+_HEAD_BYTES = 400
+_STEP = re.compile(rb'^ "step": (\d{1,18}),$', re.MULTILINE)
+"""Among the first lines of every manifest, before anything that somebody else chooses."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class CheckpointList:
     passed_over: tuple[PassedOver, ...]
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> CheckpointList:
+def list_checkpoints(
+    folder: str | os.PathLike[str], *, newest: int | None = None
+) -> CheckpointList:
     """The checkpoints that lie directly in ``folder``, whatever they are called.
 
     Each manifest is read once and not kept, and of other files only the sizes are looked at. To
@@ -70,10 +78,15 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> CheckpointList:
 
     Args:
         folder: that checkpoints were saved in. Folders in it without tensors are passed over.
+        newest: how many whole ones to look for, those of the highest steps; what is older is not
+            read, which saves time where there are thousands.
 
     Raises:
+        ValueError: ``newest`` is less than 1.
         CheckpointError: there is no such folder, or it is itself a checkpoint.
     """
+    if newest is not None and newest < 1:
+        raise ValueError(f"newest must be at least 1, not {newest}")
     folder = local_path(folder)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else "there is no such folder"
@@ -84,13 +97,19 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> CheckpointList:
         )
     whole: list[ListedCheckpoint] = []
     passed_over: list[PassedOver] = []
-    for path in _candidates(folder):
+    candidates = list(_candidates(folder))
+    if newest is not None:
+        candidates.sort(key=_step_at_a_glance, reverse=True)
+    for path in candidates:
+        if len(whole) == newest:
+            break
         try:
             whole.append(_listed(path))
         except CheckpointError as error:
             is_damaged = isinstance(error, DamagedCheckpointError) and _is_committed(path)
             passed_over.append(PassedOver(path, error.reason, is_damaged))
     whole.sort(key=lambda each: (each.step, each.created, each.path.name))
+    passed_over.sort(key=lambda each: each.path.name)
     return CheckpointList(tuple(whole), tuple(passed_over))
 
 
@@ -105,6 +124,16 @@ def _candidates(folder: Path) -> Iterator[Path]:
         is_ours = not held or MANIFEST_FILE in held or MARK_FILE in held
         if is_ours or any(".safetensors" in each for each in held):
             yield folder / name
+
+
+def _step_at_a_glance(path: Path) -> float:
+    """What the first lines of a manifest say; infinite where they cannot, to be looked at."""
+    try:
+        with file_in(path, MANIFEST_FILE).open("rb") as file:
+            found = _STEP.search(file.read(_HEAD_BYTES))
+    except (OSError, CheckpointError):
+        return math.inf
+    return math.inf if found is None else int(found[1])
 
 
 def _is_committed(path: Path) -> bool:

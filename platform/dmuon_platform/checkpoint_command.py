@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> _Answer:
-    found = dmuon.list_checkpoints(arguments.folder)
+    found = dmuon.list_checkpoints(arguments.folder, newest=arguments.newest)
     rows = [
         (
             each.path.name,

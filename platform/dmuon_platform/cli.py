@@ -180,11 +180,21 @@ def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_on_run(name))
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 good, 1 damaged or different, 2 it cannot be done as asked."
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="the checkpoints in a folder, oldest first")
     listing.add_argument("folder", metavar="FOLDER", help="that checkpoints were saved in")
+    listing.add_argument(
+        "--newest", type=_positive, metavar="N", help="only N of the highest steps, which is fast"
+    )
     show = actions.add_parser("show", help="what a checkpoint holds")
     show.add_argument("path", metavar="CHECKPOINT")
     verify = actions.add_parser("verify", help="compare every byte with what was written")

@@ -11,6 +11,7 @@ import torch
 from saved import cut, flip, hand_made, tied, write_checkpoints
 
 import dmuon
+from dmuon.checkpoint import listing
 from dmuon.checkpoint import manifest as manifests
 
 
@@ -92,6 +93,31 @@ def test_listing_thousands_reads_each_manifest_once_and_no_other_file(
     assert len(dmuon.list_checkpoints(tmp_path / "run").whole) == 2000
     assert {path.name for path in opened} == {"manifest.json"}
     assert len(opened) == len(set(opened)) == 2000
+
+
+def test_the_newest_alone_are_read_whatever_they_are_called_and_however_many_are_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, step in (("b", 9), ("z", 1000), ("c", 10), ("a", 100), ("e", 8), ("d", 7)):
+        hand_made(tmp_path / name, step, {"w": torch.zeros(2, 3)})
+    (tmp_path / "z" / "model.safetensors").unlink()
+    (tmp_path / "d" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "d" / "manifest.json")  # to open it would be to wait for ever
+    read: list[str] = []
+    real = listing.read_manifest
+
+    def counting(path: Path) -> manifests.Manifest:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(listing, "read_manifest", counting)
+    found = dmuon.list_checkpoints(tmp_path, newest=2)
+    assert [each.path.name for each in found.whole] == ["c", "a"]
+    assert [each.path.name for each in found.passed_over] == ["d", "z"]
+    assert sorted(read) == ["a", "c", "d", "z"]
+    assert len(dmuon.list_checkpoints(tmp_path, newest=99).whole) == 4
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        dmuon.list_checkpoints(tmp_path, newest=0)
 
 
 def test_a_description_says_what_was_saved(written: Path) -> None:

@@ -62,6 +62,12 @@ def test_list_shows_steps_times_and_sizes(written: Path, command: Command) -> No
     assert datetime.fromisoformat(created).tzinfo is not None
 
 
+def test_list_shows_the_newest_alone(written: Path, command: Command) -> None:
+    assert command("list", written, "--newest", "1") == 0
+    _, line = command.out.splitlines()
+    assert line.startswith("step-2 ")
+
+
 def test_list_names_what_is_not_whole_and_only_damage_is_a_failure(
     run: Path, command: Command
 ) -> None:
@@ -156,7 +162,14 @@ def test_bad_use_is_one_clear_line_and_exit_code_2(
 
 
 def test_wrong_arguments_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["shwo", "x"], ["show"], ["diff", "a"], ["export", "a", "--json"]):
+    for arguments in (
+        [],
+        ["list", "x", "--newest", "0"],
+        ["shwo", "x"],
+        ["show"],
+        ["diff", "a"],
+        ["export", "a", "--json"],
+    ):
         with pytest.raises(SystemExit) as caught:
             cli.main(["checkpoint", *arguments])
         assert caught.value.code == 2
