@@ -1,4 +1,8 @@
-"""Files that are there as a whole or not at all, also after a crash of the machine."""
+"""Files that are there as a whole or not at all, also after a crash of the machine.
+
+The library keeps its own: to import anything of it brings torch, without which the drain and
+``dmuon status`` do.
+"""
 
 import json
 import os

@@ -64,7 +64,8 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     cluster.check_address(spec)
     _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
     lease = DriverLease(spec.run_dir, spec.resources.address, _ray_job())
-    with lease, _written_down(journal), cluster.connected(spec):
+    is_full = preflight.full_disk_explained(spec)
+    with is_full, lease, _written_down(journal), cluster.connected(spec):
         StopFile(spec.run_dir).remove()  # an earlier launch was meant
         info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)

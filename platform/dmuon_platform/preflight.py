@@ -1,6 +1,9 @@
 """What is checked before any worker starts: the storage, and an earlier run of the same name."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dmuon_platform.data import check_data
@@ -54,6 +57,24 @@ def check_storage(spec: JobSpec) -> None:
             f"The run folder {spec.run_dir} cannot be written ({error.strerror or error}). "
             "`storage` must be a folder that this user and all workers can write; change it in the "
             "job file or with --set storage=PATH."
+        ) from error
+
+
+@contextmanager
+def full_disk_explained(spec: JobSpec) -> Iterator[None]:
+    """Say what to do about a disk that fills up in the driver's hands.
+
+    Raises:
+        PlatformError: Instead of an OSError of a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise PlatformError(
+            f"The disk of {spec.run_dir} is full ({error}). Make room and launch the job again: it "
+            "goes on from the newest checkpoint."
         ) from error
 
 
