@@ -24,6 +24,7 @@ from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
+from dmuon_platform.git_state import git_state
 from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.run_story import restarts_of
@@ -33,7 +34,7 @@ from dmuon_platform.stop_request import StopFile
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, supervise
-from dmuon_platform.tracking import Tracker, deliver_pending, git_state
+from dmuon_platform.tracking import Tracker, deliver_pending
 
 DATA_FOLDER = "data"
 """Prepared datasets lie beside the runs, since runs share them."""

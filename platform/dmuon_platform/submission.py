@@ -1,6 +1,7 @@
 """A job handed to a Ray cluster through its job server."""
 
 import importlib.util
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
 from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
 from dmuon_platform.spec import load_job
 
@@ -103,7 +105,10 @@ class _Submission:
         cls, address: str, name: str, entrypoint: str, environment: Mapping[str, Any]
     ) -> "_Submission":
         client = connect(address)
-        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+        variables = {
+            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+            SUBMITTED_VARIABLE: json.dumps(git_state(Path.cwd())),
+        }
         try:
             submission = client.submit_job(
                 entrypoint=entrypoint,

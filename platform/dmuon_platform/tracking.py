@@ -23,7 +23,6 @@ FINISH_S = 120.0
 """For the last delivery while the server answers; a dead one is given up after seconds."""
 GRACE_S = 15.0
 """Beyond that, before the drain is ended by force: one hanging request."""
-GIT_S = 5.0
 
 DRAIN_ENVIRONMENT = {
     # MLflow's own defaults would wait four minutes for a server that is gone.
@@ -167,24 +166,6 @@ def describe(spec: JobSpec, facts: Mapping[str, Any], run_key: str) -> Descripti
         checkpoint_artifacts=spec.tracking.checkpoint_artifacts,
         log_every=spec.tracking.log_every,
     )
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """Return commit, branch and whether files differ from it; empty outside of a repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
-        return done.stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}
 
 
 def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

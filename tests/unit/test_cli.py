@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from dmuon_platform import cli, launch, remote_jobs
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
+from dmuon_platform.git_state import git_state
 from dmuon_platform.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,22 @@ def test_submit_from_a_clone_uploads_it_and_runs_its_program(server: FakeServer)
     assert "py_modules" not in environment
 
 
+def test_a_submitted_job_knows_the_commit_though_its_copy_has_no_repository(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = git_state(ROOT)
+    if not here:
+        pytest.skip("this is no clone")
+    address = "http://127.0.0.1:8265"
+    assert cli.main(["submit", "jobs/tiny_cpu.toml", "--address", address]) == 0
+    environment = server.jobs[0]["runtime_env"]
+    assert isinstance(environment, dict)
+    assert git_state(tmp_path) == {}
+    for name, value in environment["env_vars"].items():
+        monkeypatch.setenv(name, value)
+    assert git_state(tmp_path) == here
+
+
 def test_submit_from_elsewhere_brings_our_packages(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -182,7 +199,7 @@ def test_resume_on_a_cluster_uploads_no_job_and_needs_the_storage_that_the_clust
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     assert "working_dir" not in environment
-    assert environment["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    assert environment["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
 
 
 def test_submit_says_where_a_relative_storage_will_lie(
