@@ -7,6 +7,7 @@ health check or an environment is changed, but for what tells raylets on one mac
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parents[1]
 COMPOSE = REPOSITORY / "docker" / "compose.yaml"
@@ -136,8 +138,21 @@ class Services:
 
     def run(self, service: str, *arguments: str) -> tuple[int, str]:
         """Run a service that ends, with more arguments; return its exit code and output."""
+        return self._run(service, [*self.command(service), *arguments])
+
+    def ray_job(self, spec: dict[str, Any], *arguments: str) -> tuple[int, str]:
+        """Submit what a KubeRay job says, as its submitter does; return exit code and output."""
+        words = [self._native("train", word) for word in shlex.split(spec["entrypoint"])]
+        words = [word.replace("/opt/dmuon", str(REPOSITORY)) for word in words]
+        runtime_env = yaml.safe_load(spec["runtimeEnvYAML"])
+        command = ["ray", "job", "submit", f"--address=http://127.0.0.1:{self.port(8265)}"]
+        command += ["--runtime-env-json", json.dumps(runtime_env)]
+        command += ["--metadata-json", json.dumps(spec["metadata"])]
+        return self._run("train", [*command, "--", *words, *arguments])
+
+    def _run(self, service: str, command: list[str]) -> tuple[int, str]:
         done = subprocess.run(
-            [*self.command(service), *arguments],
+            command,
             env=self.environment(service),
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,

@@ -12,7 +12,8 @@ from urllib.request import Request, urlopen
 
 import mlflow
 import pytest
-from compose_services import SECRETS, Services, needs_programs
+import yaml
+from compose_services import COMPOSE, SECRETS, Services, needs_programs
 
 pytestmark = [pytest.mark.cluster, needs_programs]
 
@@ -90,6 +91,12 @@ def test_the_compose_file_starts_a_cluster_that_trains_and_tracks(services, text
     assert "validation bits per byte" in output
     folder = services.folder / "storage" / "tiny_cpu"
     assert (folder / "checkpoints" / "step-00000006" / "manifest.json").is_file()
+
+    # A retry of the Kubernetes job, whose run is finished by now.
+    _, job = yaml.safe_load_all((COMPOSE.parent / "rayjob.yaml").read_text())
+    code, output = services.ray_job(job["spec"], *QUICK, f"data.source={text}")
+    assert code == 0, output
+    assert "already finished: nothing to do" in output
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     client = mlflow.MlflowClient(f"http://127.0.0.1:{port}")
