@@ -1,24 +1,18 @@
-"""One attempt after another at a training, each a Ray Train run of its own."""
+"""One attempt at a training: a Ray Train run of its own, with a fixed number of workers."""
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from dmuon_platform.errors import GracefulStop
+from dmuon_platform.causes import Cause, cause_of
 from dmuon_platform.pulse import catch_sigterm
 from dmuon_platform.saving import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.store import CheckpointStore
-from dmuon_platform.supervisor import Cause, cause_of
 from dmuon_platform.worker import train_worker
-
-REFRESH_S = 0.5
-"""Seconds between two looks at a training in motion."""
 
 START_FAILURES = 3
 """How often Ray may fail to start the workers before that counts as a failed attempt."""
@@ -26,61 +20,25 @@ START_FAILURES = 3
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
-class Attempts:
-    """Starts attempts with rising numbers and watches each from the driver's main thread."""
+class Attempt:
+    """One attempt in motion. Only in the process that is connected to Ray.
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        dataset: Path,
-        facts: dict[str, Any],
-        launch: str,
-        watch: Callable[[], None],
-    ) -> None:
-        self._spec = spec
-        self._config = {
-            "spec": spec.model_dump(mode="json"),
-            "dataset": str(dataset),
-            "facts": facts,
-            "launch": launch,
-        }
-        self._watch = watch
-        self._number = 0
+    Attributes:
+        outcome: What the training returned, or why it ended; None while it runs.
+    """
 
-    def run(self) -> tuple[int, dict[str, Any] | Cause]:
-        """Do one attempt; return its number, and its result or the cause of its end."""
+    def __init__(self, spec: JobSpec, num_workers: int, config: dict[str, Any]) -> None:
+        self.outcome: dict[str, Any] | Cause | None = None
+        # In a thread: Ray then leaves signals alone, and the driver can be answered.
+        arguments = (spec, num_workers, config)
+        threading.Thread(target=self._fit, args=arguments, name="fit", daemon=True).start()
+
+    def _fit(self, spec: JobSpec, num_workers: int, config: dict[str, Any]) -> None:
         try:
-            attempt = CheckpointStore(self._spec.run_dir).acquire_attempt()
-            set_damaged_snapshot_aside(self._spec.run_dir)
-        except OSError as error:  # a full disk: what failed before is what the user should read
-            self._number += 1
-            text = f"No attempt could begin, since {self._spec.run_dir} cannot be written: {error}"
-            return self._number, Cause(text, "", died=True)
-        self._number = attempt
-        trainer = _trainer(self._spec, {**self._config, "attempt": attempt})
-        outcome: list[dict[str, Any] | Cause] = []
-
-        def fit() -> None:
-            try:
-                outcome.append(_outcome_of(trainer.fit().return_value))
-            except Exception as error:  # the supervisor sorts them
-                outcome.append(cause_of(error))
-
-        # In a thread: Ray then leaves Ctrl-C alone, and this one can draw.
-        thread = threading.Thread(target=fit, name=f"attempt-{attempt}", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(REFRESH_S)
-            self._watch()
-        return attempt, outcome[0]
-
-
-def _outcome_of(result: dict[str, Any]) -> dict[str, Any] | Cause:
-    stopped = result.get("stopped")
-    if stopped is None:
-        return result
-    text = f"Stopped after step {stopped['step']}: {stopped['reason']}. Run it again to go on."
-    return Cause(text, "", final=GracefulStop(text))
+            set_damaged_snapshot_aside(spec.run_dir)
+            self.outcome = _trainer(spec, num_workers, config).fit().return_value
+        except Exception as error:  # the supervisor sorts them
+            self.outcome = cause_of(error)
 
 
 class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
@@ -97,8 +55,7 @@ class _TorchConfig(TorchConfig):  # type: ignore[misc]
         return _Backend
 
 
-def _trainer(spec: JobSpec, config: dict[str, Any]) -> TorchTrainer:
-    fewest, most = spec.resources.bounds
+def _trainer(spec: JobSpec, num_workers: int, config: dict[str, Any]) -> TorchTrainer:
     resources = {"CPU": spec.resources.cpus_per_worker}
     if spec.resources.gpus_per_worker:
         resources["GPU"] = spec.resources.gpus_per_worker
@@ -107,7 +64,7 @@ def _trainer(spec: JobSpec, config: dict[str, Any]) -> TorchTrainer:
         train_loop_config=config,
         torch_config=_TorchConfig(timeout_s=spec.faults.timeout_s),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=most if fewest == most else (fewest, most),
+            num_workers=num_workers,
             use_gpu=spec.resources.gpus_per_worker > 0,
             resources_per_worker=resources,
         ),
@@ -116,7 +73,9 @@ def _trainer(spec: JobSpec, config: dict[str, Any]) -> TorchTrainer:
             storage_path=str(spec.run_dir),
             # Ray would retry plain bugs too; `supervisor` decides instead.
             failure_config=ray.train.FailureConfig(
-                max_failures=0, controller_failure_limit=START_FAILURES
+                max_failures=0,
+                max_preemption_failures=0,
+                controller_failure_limit=START_FAILURES,
             ),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=spec.checkpoint.keep_last),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -12,11 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform.elastic import NodeRoom
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.spec import JobSpec
 
 CONNECT_TIMEOUT_S = 5.0
 """How long an address given in the job may take to accept a connection."""
+
+NODE_TIMEOUT_S = 2.0
+"""How long a machine may take to accept a connection."""
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's default is 30 % of the memory; only data preparation passes objects here."""
@@ -37,6 +40,7 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    "RAY_worker_niceness": "0",  # else everything else on the machine goes before the training
 }
 """How fast Ray notices things. What a job computes does not depend on any of it."""
 
@@ -73,18 +77,35 @@ def check_address(spec: JobSpec) -> None:
         ) from error
 
 
+def address_of(spec: JobSpec) -> str | None:
+    """Return which cluster the job uses; inside ``ray job submit`` the job's. None: its own."""
+    return spec.resources.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
+
+
+def scratch_folder() -> Path:
+    """Make a folder for a Ray of our own, with a short name."""
+    root = tempfile.gettempdir()
+    short = root if len(root) <= MAX_TEMP_ROOT else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="dmuon-", dir=short))
+
+
 @contextmanager
-def connected(spec: JobSpec) -> Iterator[None]:
-    """Be connected to the job's cluster; inside ``ray job submit`` that is the job's own.
+def connected(spec: JobSpec, scratch: Path) -> Iterator[str]:
+    """Be connected to the job's cluster; yield the address of its head.
+
+    Args:
+        spec: The job.
+        scratch: An empty folder, for a Ray of our own.
 
     Raises:
-        PlatformError: The cluster does not accept us or has too little for the workers.
+        PlatformError: The cluster does not accept us.
     """
     prepare_environment()
-    address = spec.resources.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
-    with _joined(address) if address else _local(spec):
-        check_resources(spec)
-        yield
+    address = address_of(spec)
+    with _joined(address) if address else _local(spec, scratch):
+        import ray
+
+        yield ray.get_runtime_context().gcs_address
 
 
 @contextmanager
@@ -106,22 +127,20 @@ def _joined(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def _local(spec: JobSpec) -> Iterator[None]:
+def _local(spec: JobSpec, scratch: Path) -> Iterator[None]:
     _choose_authentication()
     import ray
 
-    root = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="dmuon-", dir=root if len(root) <= MAX_TEMP_ROOT else "/tmp")
-    most, _ = spec.resources.bounds
+    _, most = spec.resources.bounds
     try:
         ray.init(
             address="local",
             # Workers may outnumber the cores here, which is slow and not wrong; one CPU more
             # lets data be prepared when the workers take all.
-            num_cpus=max(os.cpu_count() or 1, _cpus_needed(spec, most) + 1),
+            num_cpus=max(os.cpu_count() or 1, most * spec.resources.cpus_per_worker + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=folder,
+            _temp_dir=str(scratch),
             _node_ip_address="127.0.0.1",
             log_to_driver=False,
             logging_level="ERROR",
@@ -129,7 +148,6 @@ def _local(spec: JobSpec) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _choose_authentication() -> None:
@@ -155,28 +173,35 @@ def _folder_of(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _cpus_needed(spec: JobSpec, num_workers: int) -> int:
-    return num_workers * spec.resources.cpus_per_worker
-
-
-def check_resources(spec: JobSpec) -> None:
-    """Refuse a job that would wait for ever: the cluster must have room for the workers.
-
-    Raises:
-        PlatformError: Fewer CPUs or GPUs than the fewest workers need.
-    """
+def free_room() -> list[NodeRoom]:
+    """Return what is free on each machine that is there; one that does not answer is not."""
     import ray
+    from ray._private import state  # no public call tells it machine by machine
 
-    fewest, _ = spec.resources.bounds
-    there = ray.cluster_resources()
-    needs = {
-        "CPU": (_cpus_needed(spec, fewest), "resources.cpus_per_worker"),
-        "GPU": (fewest * spec.resources.gpus_per_worker, "resources.gpus_per_worker"),
-    }
-    for kind, (needed, key) in needs.items():
-        if needed > there.get(kind, 0):
-            raise PlatformError(
-                f"{fewest} workers need {needed} {kind}s and the cluster has "
-                f"{there.get(kind, 0):g}: they would wait for ever. Lower resources.workers or "
-                f"{key}, or add machines to the cluster."
+    leaving = state.state.get_draining_nodes()
+    free = state.available_resources_per_node()
+    rooms = []
+    for node in ray.nodes():
+        if not node["Alive"] or not _answers(node):
+            continue  # Ray takes some 15 s to find out
+        there = free.get(node["NodeID"], {})
+        whole = node["Resources"]
+        rooms.append(
+            NodeRoom(
+                cpus=there.get("CPU", 0.0),
+                gpus=there.get("GPU", 0.0),
+                all_cpus=whole.get("CPU", 0.0),
+                all_gpus=whole.get("GPU", 0.0),
+                is_leaving=node["NodeID"] in leaving,
             )
+        )
+    return rooms
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=NODE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

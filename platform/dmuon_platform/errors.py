@@ -3,6 +3,7 @@
     PlatformError      1   gave up, or anything below
     ├── SpecError     78   the job file, or what it asks for, is wrong: nothing was started
     ├── GracefulStop  75   stopped on request after a checkpoint: submit again to go on
+    ├── ClusterLost   75   the cluster is gone: submit again
     ├── Diverged      86   the loss or a gradient is no longer a number
     ├── FatalError    70   the same failure again: another attempt would not help
     └── CopyError      2   a checkpoint that cannot be copied as asked
@@ -32,6 +33,12 @@ class SpecError(PlatformError):
 
 class GracefulStop(PlatformError):  # noqa: N818 - a stop on request is not an error
     """The job was asked to stop, saved a checkpoint and ended; started again, it goes on."""
+
+    exit_code: ClassVar[int] = 75
+
+
+class ClusterLost(PlatformError):  # noqa: N818 - named for what happened to the run
+    """The cluster went away and did not come back in time; on another one the run goes on."""
 
     exit_code: ClassVar[int] = 75
 

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from dmuon_platform.data import (
     check_size,
     load_tokenizer,
     open_dataset,
-    prepare_dataset,
     tokenizer_files,
 )
 from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.driving import Driving
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.events import Journal
@@ -27,13 +27,14 @@ from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
 from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
+from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
-from dmuon_platform.stop_request import StopFile
+from dmuon_platform.stop_signals import StopSignals
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
-from dmuon_platform.supervisor import Failure, supervise
+from dmuon_platform.supervisor import Failure, Supervisor, unfinished_failures
 from dmuon_platform.tracking import Tracker, deliver_pending
 
 DATA_FOLDER = "data"
@@ -64,15 +65,23 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         return summary
     cluster.check_address(spec)
     _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
-    lease = DriverLease(spec.run_dir, spec.resources.address, _ray_job())
-    is_full = preflight.full_disk_explained(spec)
-    with is_full, lease, _written_down(journal), cluster.connected(spec):
-        StopFile(spec.run_dir).remove()  # an earlier launch was meant
-        info = prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
+    lease = DriverLease(spec.run_dir, cluster.address_of(spec), _ray_job())
+    earlier = unfinished_failures(journal.read())
+    with (
+        preflight.full_disk_explained(spec),
+        lease,
+        _written_down(journal),
+        _stop_signals(spec, lease, console) as signals,
+        RaySession(spec) as session,
+    ):
+        info = session.prepare(spec.run_dir.parent / DATA_FOLDER)
         check_size(info, spec.train.global_batch_size)
         preflight.record_job(spec)
         with Tracker(spec, _facts(spec, info)) as tracker:
-            trained = _train(spec, info, journal, lease.launch, console)
+            with ProgressView(spec, console) as view, signals.training():
+                driving = Driving(spec, session, view, lease.launch, _told(spec, info))
+                trained = _train(spec, journal, driving, view, earlier)
+            session.close()
             summary = _conclude(spec, info, journal, trained)
             delivery = tracker.finish("FINISHED")
     summary = summary.delivered(delivery, spec.export.alias)
@@ -99,14 +108,27 @@ def _written_down(journal: Journal) -> Iterator[None]:
     journal.append("ended", exit_code=0)
 
 
+def _stop_signals(spec: JobSpec, lease: DriverLease, console: Console) -> StopSignals:
+    return StopSignals(spec.run_dir, lease.launch, lambda text: _say(console, text))
+
+
 def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
     source = spec.data.source
     name = source if isinstance(source, str) else ", ".join(source)
     return {"git": git_state(Path.cwd()), "dataset": {"name": name, **vars(info)}}
 
 
+def _told(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
+    facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
+    return {"dataset": info.folder, "facts": facts}
+
+
 def _train(
-    spec: JobSpec, info: DatasetInfo, journal: Journal, launch: str, console: Console
+    spec: JobSpec,
+    journal: Journal,
+    driving: Driving,
+    view: ProgressView,
+    earlier: Sequence[Failure],
 ) -> dict[str, Any]:
     """Train to the last step, over as many attempts as it takes; return the ``trained`` event."""
     trained = journal.last("trained")
@@ -118,20 +140,23 @@ def _train(
             "restarted",
             attempt=failure.attempt,
             step=failure.step,
+            saved=failure.saved,
+            is_loss=failure.cause.is_loss,
             cause=failure.cause.summary,
             details=failure.cause.details,
         )
 
-    from dmuon_platform.attempts import Attempts  # imports ray, which `cluster` prepares for
-
-    facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
-    with ProgressView(spec, console) as view:
-        attempts = Attempts(spec, Path(info.folder), facts, launch, view.refresh)
-        supervise(attempts.run, lambda: view.step, spec.faults.max_failures, note)
+    supervisor = Supervisor(spec.faults, earlier)
+    supervisor.run(driving.run, lambda: (view.step, _saved(journal)), note, driving.pause)
     trained = journal.last("trained")
     if trained is None:
         raise PlatformError(f"The workers ended, but {spec.run_dir} does not say that they trained")
     return trained
+
+
+def _saved(journal: Journal) -> int:
+    saved = journal.last("checkpoint_saved")
+    return 0 if saved is None else saved["step"]
 
 
 def _conclude(

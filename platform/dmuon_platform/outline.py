@@ -21,7 +21,7 @@ def outline(spec: JobSpec) -> str:
         f"{spec.num_steps:,} steps of {spec.tokens_per_step:,} tokens, {num_tokens:,} in all",
         f"{sum(param.numel() for param in model.parameters()):,} parameters",
     ]
-    for num_workers in spec.resources.possible_workers:
+    for num_workers in spec.fitting_workers:
         lines += [_division(spec, num_workers), _ownership(owner_plan(spec, num_workers))]
     return "\n".join(lines)
 

@@ -59,6 +59,11 @@ class ProgressView:
         return self._step
 
     @property
+    def checkpoint(self) -> int | None:
+        """Steps done at the newest checkpoint made since this view began; None without one."""
+        return self._checkpoint
+
+    @property
     def restarts(self) -> int:
         """How often the run was started again since this view began."""
         return self._restarts
@@ -110,6 +115,8 @@ class ProgressView:
             elif event["kind"] == "restarted":
                 self._restarts += 1
                 self.say(f"restart {self._restarts} after step {event['step']}: {event['cause']}")
+            elif event["kind"] == "stopped":
+                self.say(f"stopped after step {event['step']}: {event['reason']}")
             elif event["kind"] == "training_started":
                 self._begin_attempt(event)
                 self.say(f"{len(event['workers'])} workers train from step {event['step']}")

@@ -75,7 +75,7 @@ class Pulse:
         self._request: StopRequest | None = None
         self._has_stacks = False
         self._is_over = threading.Event()
-        self._beat_s = min(BEAT_S, faults.stall_s / 4)
+        self._beat_s = beat_period_s(faults)
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
 
     def __enter__(self) -> Self:
@@ -175,6 +175,11 @@ class Pulse:
         self._write(is_stuck=True)
         time.sleep(LAST_BEAT_S)
         os._exit(STUCK_CODE)  # a thread that hangs keeps every other way of ending from working
+
+
+def beat_period_s(faults: FaultsSpec) -> float:
+    """Return the seconds between two heartbeats of a rank."""
+    return min(BEAT_S, faults.stall_s / 4)
 
 
 def catch_sigterm() -> None:

@@ -98,6 +98,12 @@ class StopFile:
             return None  # written by something else; the next launch removes it
         return request if request is not None and request.launch == launch else None
 
+    def remove_restart(self, launch: str) -> None:
+        """Remove a request to restart, once that is done."""
+        request = self.read(launch)
+        if request is not None and request.after == After.RESTART:
+            self.remove()
+
     def remove(self) -> bool:
         """Remove the file, whatever it says; return whether there was one."""
         try:

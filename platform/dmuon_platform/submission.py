@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ EXCLUDES = [".git", ".venv", "/runs"]
 
 STOP_WAIT_S = 60
 """Between ``ray job stop`` and SIGKILL; Ray's 3 seconds are too few to save a checkpoint."""
+
+STOP_MARGIN_S = 15
+"""What a job needs beyond ``faults.grace_s``, so that the tracker hears of the end too."""
 
 OUR_PACKAGES = ("dmuon", "dmuon_platform")
 
@@ -52,7 +56,8 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     environment: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDES}
     if not _is_clone(Path.cwd()):
         environment |= _our_modules()
-    submission = _Submission.make(address, spec.name, entrypoint, environment)
+    wait_s = max(STOP_WAIT_S, math.ceil(spec.faults.grace_s) + STOP_MARGIN_S)
+    submission = _Submission.make(address, spec.name, entrypoint, environment, wait_s)
     if not Path(spec.storage).expanduser().is_absolute():
         print(
             f"Its storage {spec.storage!r} lies in the home folder of the cluster's user; "
@@ -102,11 +107,16 @@ class _Submission:
 
     @classmethod
     def make(
-        cls, address: str, name: str, entrypoint: str, environment: Mapping[str, Any]
+        cls,
+        address: str,
+        name: str,
+        entrypoint: str,
+        environment: Mapping[str, Any],
+        stop_wait_s: int = STOP_WAIT_S,
     ) -> "_Submission":
         client = connect(address)
         variables = {
-            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+            "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
             SUBMITTED_VARIABLE: json.dumps(git_state(Path.cwd())),
         }
         try:

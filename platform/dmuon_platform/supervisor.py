@@ -1,137 +1,144 @@
 """Tries a training again when it fails, and says at the end why it failed first.
 
 Ray retries plain bugs until its budget is gone, and nothing when its controller or the driver's
-connection dies. So Ray is told not to retry (`launch.trainer`), and one loop decides here.
+connection dies. So Ray is told not to retry (`attempts`), and one loop decides here.
+
+Failures are of three sorts. What another attempt would only repeat ends the run: a *final* error,
+or the same error raised twice at the same step. Other errors raised by code, and what was *lost*
+(processes, machines, the network, storage, a rank that was stuck), are answered by another attempt
+out of two budgets, which count failures in a row: a new checkpoint fills them again.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dmuon_platform.errors import (
-    Diverged,
-    FatalError,
-    GracefulStop,
-    PlatformError,
-    SpecError,
-)
+from dmuon_platform.causes import Cause
+from dmuon_platform.errors import FatalError, PlatformError
+from dmuon_platform.spec.faults import FaultsSpec
 
 T = TypeVar("T")
 
-FINAL = (Diverged, FatalError, GracefulStop, SpecError)
-"""Errors that another attempt would only repeat."""
-
-COLLATERAL = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|timed? ?out|broken pipe|Rank 0 failed", re.I
-)
-"""What the other ranks say when one of them is gone."""
+LONGEST_PAUSE_S = 60.0
+"""Before another attempt; it starts with none, then 1 s, doubled with every failure in a row."""
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Why one attempt ended: plain text, and the error itself when it must not be retried."""
+class Planned:
+    """An attempt ended with a checkpoint so that another one can go on with other workers."""
 
-    summary: str
-    details: str
-    died: bool = False
-    """A process is gone, rather than an error raised by the code."""
-    final: PlatformError | None = None
+    reason: str
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed attempt, and how many steps were done by then."""
+    """One failed attempt.
+
+    Attributes:
+        attempt: Its number.
+        step: Steps done by then.
+        saved: Steps done at the newest checkpoint by then.
+        cause: Why.
+    """
 
     attempt: int
     step: int
+    saved: int
     cause: Cause
 
 
-def supervise(
-    run_attempt: Callable[[], tuple[int, T | Cause]],
-    steps_done: Callable[[], int],
-    max_failures: int,
-    on_restart: Callable[[Failure], None],
-) -> T:
-    """Run attempts until one succeeds, is final, repeats itself, or the budget is gone.
+class Supervisor:
+    """Decides after every failure whether there is another attempt.
 
     Args:
-        run_attempt: Does one attempt; returns its number, and its result or why it failed.
-        steps_done: How far the run has come, at the moment of a failure.
-        max_failures: How many failures are answered by another attempt.
-        on_restart: Told of every failure that is answered by another attempt.
+        faults: The budgets.
+        earlier: Failures of a launch that did not come to its end, so that it goes on.
+    """
 
-    Raises:
-        PlatformError: With the first cause on top.
+    def __init__(self, faults: FaultsSpec, earlier: Iterable[Failure] = ()) -> None:
+        self._faults = faults
+        self._failures = list(earlier)
+
+    def run(
+        self,
+        run_attempt: Callable[[], tuple[int, T | Cause | Planned]],
+        steps: Callable[[], tuple[int, int]],
+        on_restart: Callable[[Failure], None],
+        pause: Callable[[float], None],
+    ) -> T:
+        """Run attempts until one succeeds, is final, repeats itself, or a budget is gone.
+
+        Args:
+            run_attempt: Does one attempt; returns its number, and its result or why it ended.
+            steps: How many are done, and how many saved, at the moment of a failure.
+            on_restart: Told of every failure that is answered by another attempt.
+            pause: Waits for some seconds.
+
+        Raises:
+            PlatformError: With the first cause on top.
+        """
+        while True:
+            attempt, outcome = run_attempt()
+            if isinstance(outcome, Planned):
+                continue
+            if not isinstance(outcome, Cause):
+                return outcome
+            if outcome.final is not None:
+                raise outcome.final
+            self._failures.append(Failure(attempt, *steps(), outcome))
+            self._give_up_if_hopeless()
+            on_restart(self._failures[-1])
+            pause(pause_s(len(self._in_a_row())))
+
+    def _in_a_row(self) -> list[Failure]:
+        """Return the failures since the newest checkpoint was made."""
+        return [each for each in self._failures if each.saved >= self._failures[-1].saved]
+
+    def _give_up_if_hopeless(self) -> None:
+        last = self._failures[-1]
+        for earlier in self._failures[:-1]:
+            # What is lost twice may be bad luck; the same error raised twice is a bug.
+            same = earlier.cause.summary == last.cause.summary and earlier.step == last.step
+            if same and not last.cause.is_loss and not last.cause.may_repeat:
+                raise FatalError(
+                    f"{last.cause.summary}\nThis happened twice at the same place (after step "
+                    f"{last.step}), so another attempt would not help.\n{last.cause.details}"
+                )
+        in_a_row = self._in_a_row()
+        num_same = sum(each.cause.is_loss == last.cause.is_loss for each in in_a_row)
+        name = "max_losses" if last.cause.is_loss else "max_failures"
+        limit = self._faults.max_losses if last.cause.is_loss else self._faults.max_failures
+        if num_same > limit:
+            raise PlatformError(_last_words(in_a_row, f"faults.{name} = {limit}"))
+
+
+def pause_s(num_in_a_row: int) -> float:
+    """Return how long to wait before another attempt, after so many failures in a row."""
+    return 0.0 if num_in_a_row < 2 else min(LONGEST_PAUSE_S, 2.0 ** (num_in_a_row - 2))
+
+
+def unfinished_failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:
+    """Return the failures of the last launch in a journal, if that did not come to its end.
+
+    Then somebody has killed the driver, and the next one goes on for it.
     """
     failures: list[Failure] = []
-    while True:
-        attempt, outcome = run_attempt()
-        if not isinstance(outcome, Cause):
-            return outcome
-        if outcome.final is not None:
-            raise outcome.final
-        failures.append(Failure(attempt, steps_done(), outcome))
-        _give_up_if_hopeless(failures, max_failures)
-        on_restart(failures[-1])
+    for event in events:
+        if event["kind"] in ("launched", "ended"):
+            failures.clear()
+        elif event["kind"] == "restarted" and "is_loss" in event:
+            cause = Cause(event["cause"], event["details"], is_loss=event["is_loss"])
+            failures.append(Failure(event["attempt"], event["step"], event["saved"], cause))
+    return failures
 
 
-def _give_up_if_hopeless(failures: list[Failure], max_failures: int) -> None:
-    last = failures[-1]
-    for earlier in failures[:-1]:
-        # A process that dies twice may be bad luck; the same error raised twice is a bug.
-        same = earlier.cause.summary == last.cause.summary and earlier.step == last.step
-        if same and not last.cause.died:
-            raise FatalError(
-                f"{last.cause.summary}\nThis happened twice at the same place (after step "
-                f"{last.step}), so another attempt would not help.\n{last.cause.details}"
-            )
-    if len(failures) > max_failures:
-        first, *rest = failures
-        others = "".join(
-            f"\n  attempt {f.attempt}, after step {f.step}: {f.cause.summary}" for f in rest
-        )
-        raise PlatformError(
-            f"{first.cause.summary}\nThe run failed {len(failures)} times and gave up "
-            f"(faults.max_failures = {max_failures}); that was the first cause, in attempt "
-            f"{first.attempt} after step {first.step}."
-            + (f" Then:{others}" if others else "")
-            + f"\n{first.cause.details}"
-        )
-
-
-def cause_of(error: BaseException) -> Cause:
-    """Find in what Ray raised the thing that happened first."""
-    workers: dict[int, Exception] = getattr(error, "worker_failures", {})
-    if not workers:
-        inner = getattr(error, "controller_failure", error)
-        return Cause(_one_line(inner), str(error), died=_is_death(inner), final=_final(inner))
-    rank = min(workers, key=lambda rank: (_rank_of_blame(workers[rank]), rank))
-    guilty = workers[rank]
-    if _is_death(guilty):
-        text = f"The worker process of rank {rank} died (killed, out of memory, or its machine)."
-        return Cause(text, str(getattr(guilty, "health_check_failure", guilty)), died=True)
-    return Cause(f"Rank {rank}: {_one_line(guilty)}", str(error), final=_final(guilty))
-
-
-def _final(error: BaseException) -> PlatformError | None:
-    return error if isinstance(error, FINAL) else None
-
-
-def _rank_of_blame(error: Exception) -> int:
-    if isinstance(error, FINAL):
-        return 0
-    if _is_death(error):
-        return 1
-    return 3 if COLLATERAL.search(str(error)) else 2
-
-
-def _is_death(error: Any) -> bool:
-    names = {base.__name__ for base in type(error).__mro__}
-    return bool(names & {"RayActorError", "WorkerHealthCheckFailedError", "NodeDiedError"})
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+def _last_words(failures: list[Failure], budget: str) -> str:
+    first, *rest = failures
+    others = "".join(
+        f"\n  attempt {f.attempt}, after step {f.step}: {f.cause.summary}" for f in rest
+    )
+    return (
+        f"{first.cause.summary}\nThe run failed {len(failures)} times without a new checkpoint and "
+        f"gave up ({budget}); that was the first cause, in attempt {first.attempt} after step "
+        f"{first.step}." + (f" Then:{others}" if others else "") + f"\n{first.cause.details}"
+    )

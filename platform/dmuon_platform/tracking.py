@@ -1,9 +1,7 @@
 """MLflow as the driver sees it: a process of its own that follows the run's files."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dmuon_platform.child_process import command_of, environment
 from dmuon_platform.errors import GracefulStop
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.tracking_files import Description, TrackingFiles
@@ -177,16 +176,14 @@ def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]:
-    source = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     with files.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "dmuon_platform.drain", str(run_dir.resolve())],
+            command_of("dmuon_platform.drain", str(run_dir.resolve())),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             cwd=files.folder,  # MLflow may leave files where it runs
-            env={**os.environ, **DRAIN_ENVIRONMENT, "PYTHONPATH": path},
+            env=environment(**DRAIN_ENVIRONMENT),
             start_new_session=True,  # Ctrl-C is for the driver, which then finishes it
         )
 

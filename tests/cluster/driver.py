@@ -72,6 +72,10 @@ class Run:
             if "replay" not in r
         }
 
+    def results(self) -> tuple[dict[int, dict[str, float]], str]:
+        """Every step's metrics, and the digest of all weights at the end."""
+        return self.metrics(), self.events("trained")[-1]["weights_sha256"]
+
     def replays(self) -> list[dict[str, Any]]:
         """The steps that were done again, each with what came out differently."""
         return [r for r in self.lines("metrics.jsonl") if "replay" in r]

@@ -1,5 +1,6 @@
 """The same job handed to a Ray cluster that is already there."""
 
+import json
 import os
 import shutil
 import socket
@@ -71,10 +72,36 @@ def test_ray_job_submit_does_what_dmuon_run_does(head, reference, text, tmp_path
         command, cwd=driver.REPOSITORY, env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert run.metrics() == undisturbed.metrics()
-    trained, expected = run.events("trained")[-1], undisturbed.events("trained")[-1]
-    assert trained["weights_sha256"] == expected["weights_sha256"]
+    assert run.results() == undisturbed.results()
     assert "validation bits per byte" in done.stdout
+
+
+def test_ray_job_stop_leaves_a_checkpoint_and_submitting_again_goes_on(
+    head, reference, text, tmp_path
+):
+    env, ports = head
+    undisturbed, _ = reference
+    run = driver.make_run(tmp_path, text)
+    address = f"http://127.0.0.1:{ports['jobs']}"
+    submit = ["submit", run.job, "--address", address]
+    code, output = driver.run(*submit, RAY_AUTH_MODE="disabled")
+    assert code == 0, output
+    deadline = time.monotonic() + 300
+    while max(run.metrics(), default=0) < 13:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job = json.loads((run.folder / "driver.json").read_text())["ray_job"]
+    assert job in output
+    subprocess.run([RAY, "job", "stop", job], env=env, check=True, capture_output=True, timeout=200)
+    (stopped,) = run.events("stopped")
+    assert stopped["reason"] == "SIGTERM"
+    assert stopped["checkpoint"] == stopped["step"] < driver.STEPS
+    assert [event["exit_code"] for event in run.events("ended")] == [75]
+
+    code, output = driver.run(*submit, "--follow", RAY_AUTH_MODE="disabled")
+    assert code == 0, output
+    assert run.events("training_started")[-1]["step"] == stopped["step"]
+    assert run.results() == undisturbed.results()
 
 
 def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text, tmp_path):
@@ -82,7 +109,7 @@ def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text
     run = driver.make_run(tmp_path, text)
     code, output = driver.run(
         *("run", run.job, "--address", f"127.0.0.1:{ports['gcs']}"),
-        *("--set", "resources.cpus_per_worker=8"),
+        *("--set", "resources.cpus_per_worker=8", "faults.node_wait_s=1"),
         RAY_AUTH_MODE="disabled",
     )
     assert code == 1, output

@@ -19,7 +19,7 @@ def test_a_job_of_ours_parses_and_plans(job: Path) -> None:
     spec = load_job(job)
     assert spec.name == job.stem
     assert spec.num_steps > 0
-    for num_workers in spec.resources.possible_workers:
+    for num_workers in spec.fitting_workers:
         replicate, shard = spec.resolve_mesh(num_workers)
         assert replicate * shard == num_workers
         micro_batches = spec.accumulation(num_workers)

@@ -114,7 +114,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(
         ({"replicate": 2, "shard": 2}, 2, "2 x 2 places do not fit 2 workers; set"),
         ({"replicate": None, "shard": 3}, 4, "mesh.shard: 3 does not divide 4 workers"),
         ({"replicate": None}, 2, "only one of mesh.replicate and mesh.shard can be inferred"),
-        ({"replicate": 2}, {"min": 2, "max": 4}, "2 does not divide 3 workers"),
+        ({"replicate": 2}, {"min": 2, "max": 3}, "2 does not divide 3 workers"),
     ],
 )
 def test_an_impossible_mesh_is_refused(mesh: dict[str, Any], workers: Any, words: str) -> None:
@@ -128,7 +128,7 @@ def test_an_impossible_mesh_is_refused(mesh: dict[str, Any], workers: Any, words
         (30, 8, 2, "nearest good values: 16 or 32, or micro_batch_size = 5"),
         (7, 2, 2, "7 sequences do not divide into 2 workers x micro-batches of 2; nearest good"),
         (4, 8, 2, "nearest good values: 16, or micro_batch_size = 2"),
-        (32, 8, {"min": 2, "max": 4}, "2, 3 or 4 workers x micro-batches of 8; nearest good"),
+        (32, 8, {"min": 3, "max": 4}, "3 or 4 workers x micro-batches of 8; nearest good"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_good_ones(

@@ -1,8 +1,12 @@
 """What is tried again, what is not, and what the last message says first."""
 
+import errno
+
 import pytest
+from dmuon_platform.causes import Cause, cause_of
 from dmuon_platform.errors import Diverged, FatalError, PlatformError
-from dmuon_platform.supervisor import Cause, cause_of, supervise
+from dmuon_platform.spec.faults import FaultsSpec
+from dmuon_platform.supervisor import Planned, Supervisor, unfinished_failures
 
 
 class WorkerGroupError(Exception):
@@ -17,23 +21,30 @@ class RayActorError(Exception):
     pass
 
 
-DEATH = Cause("rank 1 died", "", died=True)
+class WorkerHealthCheckTimeoutError(Exception):
+    pass
+
+
+DEATH = Cause("rank 1 died", "", is_loss=True)
 BUG = Cause("ValueError: shapes", "the trace")
 
 
-def _supervise(outcomes, steps=(0,), max_failures=3):
-    """Run through ``outcomes`` at ``steps``; return the result and the failures noted."""
+def _supervise(outcomes, steps=((0, 0),), earlier=(), **budgets):
+    """Run through ``outcomes`` at ``steps`` (done, saved); return result, failures, pauses."""
     numbered = iter(enumerate(outcomes, start=1))
     steps = iter([*steps, *[steps[-1]] * len(outcomes)])
-    noted = []
-    result = supervise(lambda: next(numbered), lambda: next(steps), max_failures, noted.append)
-    return result, noted
+    noted, pauses = [], []
+    supervisor = Supervisor(FaultsSpec(**budgets), earlier)
+    result = supervisor.run(
+        lambda: next(numbered), lambda: next(steps), noted.append, pauses.append
+    )
+    return result, noted, pauses
 
 
 def test_a_failure_is_answered_by_another_attempt():
-    result, noted = _supervise([DEATH, {"step": 9}], steps=[4])
+    result, noted, _ = _supervise([DEATH, {"step": 9}], steps=[(4, 2)])
     assert result == {"step": 9}
-    assert [(failure.attempt, failure.step) for failure in noted] == [(1, 4)]
+    assert [(each.attempt, each.step, each.saved) for each in noted] == [(1, 4, 2)]
 
 
 def test_a_final_error_ends_the_run_as_it_is():
@@ -43,32 +54,61 @@ def test_a_final_error_ends_the_run_as_it_is():
 
 def test_the_same_error_twice_at_the_same_step_is_fatal():
     with pytest.raises(FatalError, match=r"^ValueError: shapes") as caught:
-        _supervise([BUG, BUG], steps=[7, 7])
+        _supervise([BUG, DEATH, BUG], steps=[(7, 5), (6, 5), (7, 5)])
     assert caught.value.exit_code == 70
 
 
 def test_the_same_error_further_on_is_tried_again():
-    result, _ = _supervise([BUG, BUG, "done"], steps=[7, 8])
+    result, _, _ = _supervise([BUG, BUG, "done"], steps=[(7, 5), (8, 5)])
     assert result == "done"
 
 
-def test_a_worker_that_dies_twice_at_the_same_step_is_tried_again():
-    result, _ = _supervise([DEATH, DEATH, "done"], steps=[7, 7])
+def test_each_sort_of_failure_has_its_own_budget_and_the_first_cause_is_on_top():
+    outcomes = [DEATH, BUG, DEATH, DEATH]
+    steps = [(1, 0), (2, 0), (3, 0), (3, 0)]
+    result, _, _ = _supervise([*outcomes, "done"], steps, max_losses=3, max_failures=1)
     assert result == "done"
-
-
-def test_when_the_budget_is_gone_the_first_cause_is_on_top():
-    with pytest.raises(PlatformError, match="gave up") as caught:
-        _supervise([BUG, DEATH], steps=[1, 2], max_failures=1)
-    assert str(caught.value).startswith("ValueError: shapes")
+    with pytest.raises(PlatformError, match=r"faults.max_losses = 2") as caught:
+        _supervise(outcomes, steps, max_losses=2, max_failures=1)
+    assert str(caught.value).startswith("rank 1 died")
+    assert "attempt 2, after step 2: ValueError: shapes" in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+def test_a_new_checkpoint_fills_the_budgets_again():
+    steps = [(10 * n, 10 * n) for n in range(1, 8)]
+    result, _, pauses = _supervise([DEATH] * 7 + ["done"], steps, max_losses=1)
+    assert result == "done"
+    assert pauses == [0.0] * 7
+
+
+def test_without_progress_there_is_more_and_more_time_between_attempts():
+    _, _, pauses = _supervise([DEATH] * 9 + ["done"], max_losses=9)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_going_on_with_other_workers_is_no_failure():
+    result, noted, _ = _supervise([Planned("more workers")] * 9 + ["done"], max_losses=0)
+    assert (result, noted) == ("done", [])
+
+
+def test_a_driver_goes_on_with_the_budgets_of_one_that_was_killed():
+    restarted = {"kind": "restarted", "attempt": 3, "step": 7, "saved": 5}
+    restarted |= {"is_loss": False, "cause": BUG.summary, "details": BUG.details}
+    events = [{"kind": "launched"}, restarted]
+    earlier = unfinished_failures(events)
+    with pytest.raises(FatalError):
+        _supervise([BUG], steps=[(7, 5)], earlier=earlier)
+    assert unfinished_failures([*events, {"kind": "ended"}]) == []
+    assert unfinished_failures([*events, {"kind": "launched"}]) == []
 
 
 def test_a_dead_rank_is_blamed_before_those_that_miss_it():
     lost = RuntimeError("gloo: Connection closed by peer")
     cause = cause_of(WorkerGroupError(_0=lost, _1=RayActorError("gone")))
     assert "rank 1 died" in cause.summary
-    assert cause.died
+    assert cause.is_loss
+    assert not cause.is_hang
 
 
 def test_an_error_in_the_code_is_blamed_before_its_consequences():
@@ -76,8 +116,35 @@ def test_an_error_in_the_code_is_blamed_before_its_consequences():
     cause = cause_of(WorkerGroupError(_0=lost, _1=ValueError("bad shape\nmore")))
     assert cause.summary == "Rank 1: ValueError: bad shape"
     assert cause.details == "all the traces"
+    assert not cause.is_loss
 
 
 def test_divergence_is_final_whichever_rank_says_so():
     cause = cause_of(WorkerGroupError(_0=Diverged("loss inf"), _1=RayActorError("gone")))
     assert isinstance(cause.final, Diverged)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_hang"),
+    [
+        (OSError(errno.EIO, "Input/output error"), False),
+        (RuntimeError("gloo: Connection reset by peer"), False),
+        (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), True),
+        (WorkerHealthCheckTimeoutError("no answer"), True),
+    ],
+)
+def test_what_storage_and_network_do_is_a_loss(error, is_hang):
+    cause = cause_of(WorkerGroupError(_0=error))
+    assert cause.is_loss
+    assert cause.is_hang == is_hang
+    assert cause.final is None
+
+
+def test_a_missing_file_is_an_error_of_the_code():
+    assert not cause_of(WorkerGroupError(_0=FileNotFoundError(errno.ENOENT, "no"))).is_loss
+
+
+def test_a_controller_that_dies_is_a_loss():
+    cause = cause_of(RayActorError("The actor died unexpectedly"))
+    assert "controller" in cause.summary
+    assert cause.is_loss

@@ -28,8 +28,12 @@ class FaultsSpec(Section):
     """The same while starting, saving and ending, and the first time in each phase of a step,
     which may compile."""
 
-    grace_s: PositiveFloat = 60
-    """Seconds between a request to stop and the end, with a checkpoint if there is time for it."""
+    grace_s: PositiveFloat = 45
+    """Seconds between a request to stop and the end of the training, with a checkpoint if there is
+    time for it. Whoever kills afterwards should wait some 15 more: the tracker hears of it too."""
+
+    grow_after_s: NonNegativeFloat = 60
+    """Seconds that room for more workers must have been there before the run takes them."""
 
     node_wait_s: NonNegativeFloat = 600
     """Seconds to wait for room for the fewest workers, and for a cluster that is gone."""

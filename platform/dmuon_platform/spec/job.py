@@ -123,10 +123,11 @@ class JobSpec(Section):
             )
 
     def _problems_with_workers(self) -> Iterator[Problem]:
-        possible = self.resources.possible_workers
-        misfits = [misfit for n in possible if (misfit := self.mesh.problem_with(n))]
+        # Numbers in between that do not fit are passed over when workers come and go.
+        ends = sorted(set(self.resources.bounds))
+        misfits = [misfit for n in ends if (misfit := self.mesh.problem_with(n))]
         yield from misfits[:1]
-        problem = problem_with_batch(self.train, possible)
+        problem = problem_with_batch(self.train, ends)
         if problem is not None:
             yield problem
 
@@ -152,6 +153,15 @@ class JobSpec(Section):
         if self.train.steps is not None:
             return self.train.steps
         return math.ceil((self.train.tokens or 0) / self.tokens_per_step)
+
+    @property
+    def fitting_workers(self) -> list[int]:
+        """Every number of workers that the run may have: it fits the mesh and the batch."""
+        return [
+            n
+            for n in self.resources.possible_workers
+            if self.mesh.problem_with(n) is None and problem_with_batch(self.train, [n]) is None
+        ]
 
     @property
     def run_dir(self) -> Path:

@@ -10,10 +10,10 @@ from dmuon_platform.spec.section import Section
 
 
 class WorkerRange(Section):
-    """Between ``min`` and ``max`` workers, as many as there is room for."""
+    """Between ``min`` and ``max`` workers, as many as there is room for and as fit the job."""
 
     min: PositiveInt = Field(examples=[2])
-    """Fewest workers to start with."""
+    """Fewest workers to train with."""
 
     max: PositiveInt = Field(examples=[4])
     """Most workers to use."""
@@ -59,7 +59,7 @@ class ResourcesSpec(Section):
 
     @property
     def possible_workers(self) -> range:
-        """Every number of workers that the run may have."""
+        """Every number between the two; which of them the run may have, the job knows."""
         fewest, most = self.bounds
         return range(fewest, most + 1)
 

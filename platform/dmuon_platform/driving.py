@@ -1,0 +1,258 @@
+"""The driver's watch over a training: who may train, with how many workers, and since when not."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dmuon_platform import cluster
+from dmuon_platform.causes import Cause
+from dmuon_platform.elastic import NodeRoom, choose_workers, num_places, shortage
+from dmuon_platform.errors import ClusterLost, GracefulStop, PlatformError
+from dmuon_platform.heartbeat import Heartbeats
+from dmuon_platform.progress import ProgressView
+from dmuon_platform.pulse import beat_period_s
+from dmuon_platform.ray_session import RayLost, RaySession
+from dmuon_platform.spec import JobSpec
+from dmuon_platform.stall import describe_stall
+from dmuon_platform.stop_request import After, StopFile, StopRequest
+from dmuon_platform.store import CheckpointStore
+from dmuon_platform.supervisor import Planned
+
+REFRESH_S = 0.5
+"""Seconds between two looks at a training in motion."""
+
+ROOM_S = 5.0
+"""Seconds between two looks at the machines of the cluster."""
+
+SETTLE_S = 5.0
+"""What an attempt that has ended had taken is free again after at most so long."""
+
+RETRY_S = 2.0
+"""Seconds between two tries to reach a cluster, or to find room in it."""
+
+OWN_TRIES = 3
+"""How often a Ray of our own is started before that counts as impossible."""
+
+
+class Driving:
+    """Runs one attempt at a time and watches it. `run` is for the supervisor.
+
+    Args:
+        spec: The job.
+        session: The connection to Ray.
+        view: Shows the person who launched the job how it goes.
+        launch: Whose requests to stop count.
+        config: What workers are told beside the attempt's number.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        session: RaySession,
+        view: ProgressView,
+        launch: str,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._spec = spec
+        self._session = session
+        self._view = view
+        self._launch = launch
+        self._config = {**config, "spec": spec.model_dump(mode="json"), "launch": launch}
+        self._stops = StopFile(spec.run_dir)
+        self._beats = Heartbeats(spec.run_dir)
+        self._number = 0
+        self._is_own = cluster.address_of(spec) is None
+
+    def run(self) -> tuple[int, dict[str, Any] | Cause | Planned]:
+        """Do one attempt; return its number, and its result or why it ended.
+
+        Raises:
+            GracefulStop: On request, before the workers trained or without an answer from them.
+            PlatformError: There is no room, or no cluster, and none has come in time.
+        """
+        try:
+            self._number = CheckpointStore(self._spec.run_dir).acquire_attempt()
+        except OSError as error:  # a full disk: what failed before is what the user should read
+            self._number += 1
+            text = f"No attempt could begin, since {self._spec.run_dir} cannot be written: {error}"
+            return self._number, Cause(text, "", may_repeat=True)
+        attempt = self._number
+        try:
+            self._connect()
+            outcome = self._attempt(attempt, *self._workers())
+        except RayLost as lost:
+            self._session.close(at_once=True)
+            outcome = Cause(f"The connection to Ray is lost: {lost}.", "", is_loss=True)
+        if isinstance(outcome, Cause) and outcome.leaves_workers:
+            self._session.close()
+        return attempt, self._sorted(attempt, outcome)
+
+    def _attempt(self, attempt: int, num_workers: int, leaving: int) -> dict[str, Any] | Cause:
+        self._beats.clear()
+        self._stops.remove_restart(self._launch)
+        self._session.start_attempt(num_workers, {**self._config, "attempt": attempt})
+        return self._watch(_Watched(attempt, num_workers, leaving))
+
+    def pause(self, seconds: float) -> None:
+        """Wait, unless somebody asks to stop.
+
+        Raises:
+            GracefulStop: Somebody does.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            request = self._stops.read(self._launch)
+            if request is not None and request.after == After.END:
+                raise GracefulStop(f"Stopped ({request.reason}). Run it again to go on.")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(REFRESH_S, left_s))
+
+    def _connect(self) -> None:
+        self.pause(0)
+        started, tries = time.monotonic(), 0
+        while not self._session.is_connected:
+            tries += 1
+            try:
+                self._session.connect()
+            except (PlatformError, RuntimeError) as problem:
+                self._session.close(at_once=True)
+                waited_s = time.monotonic() - started
+                limit_s = self._spec.faults.node_wait_s
+                if tries >= OWN_TRIES if self._is_own else waited_s > limit_s:
+                    raise ClusterLost(
+                        f"The cluster is gone, and was not back within {waited_s:.0f} s "
+                        f"(faults.node_wait_s = {limit_s:g}): {problem}\nRun the job again when "
+                        "there is one: it goes on from the newest checkpoint."
+                    ) from problem
+                if tries == 1:
+                    self._view.say(f"waiting for the Ray cluster to come back: {problem}")
+                self.pause(RETRY_S)
+
+    def _workers(self) -> tuple[int, int]:
+        """Return with how many workers to go on, and how many used machines are leaving."""
+        started, has_said = time.monotonic(), False
+        while True:
+            nodes = self._session.room()
+            chosen = choose_workers(self._spec, num_places(self._spec, nodes))
+            waited_s = time.monotonic() - started
+            is_all = chosen == self._spec.fitting_workers[-1]
+            if chosen is not None and (is_all or waited_s > SETTLE_S):
+                return chosen, _num_leaving(nodes)
+            limit_s = self._spec.faults.node_wait_s
+            if self._is_own and not self._could_hold(nodes):
+                limit_s = 0.0  # nobody adds machines to it
+            if chosen is None and waited_s > limit_s:
+                raise PlatformError(
+                    f"{shortage(self._spec, nodes)} Waited {waited_s:.0f} s for them "
+                    f"(faults.node_wait_s = {limit_s:g})."
+                )
+            if chosen is None and waited_s > SETTLE_S and not has_said:
+                has_said = True
+                self._view.say(f"waiting for room: {shortage(self._spec, nodes)}")
+            self.pause(REFRESH_S if waited_s < SETTLE_S else RETRY_S)
+
+    def _could_hold(self, nodes: Sequence[NodeRoom]) -> bool:
+        places = num_places(self._spec, [node.emptied() for node in nodes])
+        return choose_workers(self._spec, places) is not None
+
+    def _watch(self, watched: "_Watched") -> dict[str, Any] | Cause:
+        while (outcome := self._session.look()) is None:
+            time.sleep(REFRESH_S)
+            self._view.refresh()
+            self._end_without_answer(watched)
+            self._ask_for_other_workers(watched)
+            self._end_in_silence(watched)
+        self._view.refresh()
+        return outcome
+
+    def _end_without_answer(self, watched: "_Watched") -> None:
+        """End when there was a request for `faults.grace_s`, or there is nothing to save yet."""
+        request = self._stops.read(self._launch)
+        if request is None or request.after != After.END:
+            return
+        watched.asked = watched.asked or time.monotonic()
+        waited_s = time.monotonic() - watched.asked
+        is_training = bool(self._beats.read(watched.attempt))
+        if is_training and waited_s < self._spec.faults.grace_s:
+            return
+        self._session.close(at_once=True)
+        saved = self._view.checkpoint
+        raise GracefulStop(
+            f"Stopped ({request.reason}) without a checkpoint at the end: "
+            + ("it took longer than faults.grace_s. " if is_training else "it had not begun. ")
+            + (f"The newest is of step {saved}. " if saved else "")
+            + "Run it again to go on."
+        )
+
+    def _ask_for_other_workers(self, watched: "_Watched") -> None:
+        if time.monotonic() - watched.looked < ROOM_S:
+            return
+        watched.looked = time.monotonic()
+        with suppress(RuntimeError):  # Ray could not tell now; should it be lost, `look` says so
+            nodes = self._session.room()
+            if _num_leaving(nodes) > watched.leaving:
+                self._restart("a machine is about to leave the cluster")
+            elif self._has_grown(nodes, watched):
+                self._restart("there is room for more workers")
+
+    def _has_grown(self, nodes: list[NodeRoom], watched: "_Watched") -> bool:
+        better = choose_workers(self._spec, num_places(self._spec, nodes) + watched.num_workers)
+        if better is None or better <= watched.num_workers:
+            watched.roomy = None
+            return False
+        watched.roomy = watched.roomy or time.monotonic()
+        return time.monotonic() - watched.roomy >= self._spec.faults.grow_after_s
+
+    def _restart(self, reason: str) -> None:
+        if self._stops.read(self._launch) is None:
+            self._stops.write(StopRequest.now(self._launch, reason, After.RESTART))
+
+    def _end_in_silence(self, watched: "_Watched") -> None:
+        """Give an attempt up that nobody beats in, should Ray not notice that all are gone."""
+        newest = max((beat.time for beat in self._beats.read(watched.attempt)), default=0.0)
+        now = time.monotonic()
+        if newest != watched.newest_beat:
+            watched.newest_beat, watched.heard = newest, now
+        silence_s = now - watched.heard
+        if silence_s > self._spec.faults.slow_stall_s:
+            raise RayLost(f"no worker has been heard of for {silence_s:.0f} s")
+
+    def _sorted(
+        self, attempt: int, outcome: dict[str, Any] | Cause
+    ) -> dict[str, Any] | Cause | Planned:
+        if isinstance(outcome, Cause):
+            beats = self._beats.read(attempt)
+            stall = describe_stall(beats, beat_period_s(self._spec.faults))
+            is_stall = outcome.is_hang or any(beat.is_stuck for beat in beats)
+            return outcome.explained(stall) if is_stall and stall and not outcome.final else outcome
+        stopped = outcome.get("stopped")
+        if stopped is None:
+            return outcome
+        if stopped["after"] == After.RESTART:
+            return Planned(stopped["reason"])
+        text = f"Stopped after step {stopped['step']} ({stopped['reason']})"
+        if stopped["checkpoint"] == stopped["step"]:
+            text += ", with a checkpoint. "
+        else:
+            text += f"; the checkpoint failed, the newest is of step {stopped['checkpoint']}. "
+        return Cause(text, "", final=GracefulStop(text + "Run it again to go on."))
+
+
+class _Watched:
+    """What is remembered of an attempt while it is watched; times are monotonic."""
+
+    def __init__(self, attempt: int, num_workers: int, leaving: int) -> None:
+        self.attempt = attempt
+        self.num_workers = num_workers
+        self.leaving = leaving
+        self.looked = self.heard = time.monotonic()
+        self.newest_beat = 0.0
+        self.asked: float | None = None
+        self.roomy: float | None = None
+
+
+def _num_leaving(nodes: list[NodeRoom]) -> int:
+    return sum(node.is_leaving and node.is_used for node in nodes)

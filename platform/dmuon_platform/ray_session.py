@@ -1,0 +1,169 @@
+"""The driver's side of `ray_process`: asks it, and starts another when it is gone."""
+
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from dmuon_platform import cluster
+from dmuon_platform.child_process import command_of, environment
+from dmuon_platform.data import DatasetInfo
+from dmuon_platform.elastic import NodeRoom
+from dmuon_platform.errors import ClusterLost
+from dmuon_platform.spec import JobSpec
+
+CONNECT_S = 180.0
+"""How long starting or joining Ray may take."""
+
+ANSWER_S = 60.0
+"""How long a question about the cluster may take; Ray gives a lost head up after as long."""
+
+CLOSE_S = 20.0
+"""How long leaving the cluster may take."""
+
+PROBE_S = 3.0
+"""Seconds between two looks whether the head of a Ray of our own still lives."""
+
+
+class RayLost(ClusterLost):
+    """The process that is connected to Ray is gone, or answers no more."""
+
+
+class RaySession:
+    """One connection to Ray after another, as a context manager.
+
+    Args:
+        spec: The job; it says which cluster.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._scratch: Path | None = None
+        self._head: tuple[str, int] | None = None
+        self._probed = 0.0
+
+    def __enter__(self) -> Self:
+        self.connect()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a process that is connected, as far as is known."""
+        return self._process is not None
+
+    def connect(self) -> None:
+        """Join the cluster of the job, or start one of its own.
+
+        Raises:
+            PlatformError: The cluster is not there, or does not accept us.
+        """
+        cluster.check_address(self._spec)
+        self._start()
+        try:
+            address = self._ask("connect", CONNECT_S, spec=self._spec.model_dump(mode="json"))
+        except BaseException:
+            self.close()
+            raise
+        host, _, port = address.rpartition(":")
+        is_own = cluster.address_of(self._spec) is None
+        self._head = (host, int(port)) if is_own and port.isdigit() else None
+
+    def prepare(self, folder: Path) -> DatasetInfo:
+        """Return the job's dataset below ``folder``, prepared there if it is not yet."""
+        return self._ask("prepare", None, folder=folder)
+
+    def room(self) -> list[NodeRoom]:
+        """Return what is free in the cluster."""
+        return self._ask("room", ANSWER_S)
+
+    def start_attempt(self, num_workers: int, config: dict[str, Any]) -> None:
+        """Begin to train with so many workers."""
+        self._ask("start_attempt", ANSWER_S, num_workers=num_workers, config=config)
+
+    def look(self) -> Any:
+        """Return what has come of the attempt, None while it runs.
+
+        Raises:
+            RayLost: Nothing can come of it any more.
+        """
+        if self._head is not None and time.monotonic() - self._probed > PROBE_S:
+            self._probed = time.monotonic()
+            try:  # Ray itself waits a minute for a head that may come back; ours does not
+                socket.create_connection(self._head, timeout=PROBE_S).close()
+            except OSError as error:
+                raise RayLost(f"the head of the local Ray is gone ({error})") from error
+        return self._ask("look", ANSWER_S)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Leave the cluster, which ends all that we run there.
+
+        Args:
+            at_once: Wait for nothing, because it is known to answer no more.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        family = _family(process.pid)
+        if self._connection is not None:
+            self._connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0 if at_once else CLOSE_S)
+        process.kill()
+        process.wait()
+        for one in family:  # those of a Ray of our own, if it did not end
+            with suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(family, CLOSE_S)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._scratch = cluster.scratch_folder()
+        with theirs:
+            self._process = subprocess.Popen(
+                command_of("dmuon_platform.ray_process", str(theirs.fileno()), str(self._scratch)),
+                stdin=subprocess.DEVNULL,
+                env=environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the driver, which then saves
+            )
+        self._connection = Connection(ours.detach())
+
+    def _ask(self, request: str, timeout_s: float | None, **arguments: Any) -> Any:
+        if self._connection is None or self._process is None:
+            raise RayLost("there is no connection to Ray")
+        try:
+            self._connection.send((request, arguments))
+            if not self._connection.poll(timeout_s):
+                raise RayLost(f"Ray did not answer within {timeout_s:g} s")
+            value, error = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            raise RayLost("the process that was connected to Ray has ended") from gone
+        if error is not None:
+            raise error
+        return value
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []

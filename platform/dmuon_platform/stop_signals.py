@@ -1,0 +1,79 @@
+"""SIGTERM and Ctrl-C at the driver: a request to stop, with a checkpoint where that makes sense."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from dmuon_platform.errors import GracefulStop
+from dmuon_platform.stop_request import StopFile, StopRequest
+
+HEARD = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Hears signals as a context manager, in the main thread.
+
+    While workers train, a signal becomes ``stop.json``, and they save and end. Before and after
+    that there is nothing to save, so the driver raises `GracefulStop` where it is. Ctrl-C a second
+    time ends it at once.
+
+    Args:
+        run_dir: The folder of the run.
+        launch: This one.
+        say: Prints a line for the person who launched the job.
+    """
+
+    def __init__(self, run_dir: Path, launch: str, say: Callable[[str], None]) -> None:
+        self._file = StopFile(run_dir)
+        self._launch = launch
+        self._say = say
+        self._is_training = False
+        self._reason: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._file.remove()  # an earlier launch was meant
+        self._before = {each: signal.signal(each, self._hear) for each in HEARD}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._file.remove()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """While this lasts, whoever watches the workers honours the request.
+
+        Raises:
+            GracefulStop: A signal came when the training was about to end anyway.
+        """
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
+        if self._reason is not None:
+            raise GracefulStop(
+                f"Stopped by {self._reason} after the training. Run it again to go on."
+            )
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if self._reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        name = self._reason = signal.Signals(number).name
+        if not self._is_training:
+            raise GracefulStop(f"Stopped by {name}. Run it again to go on.")
+        self._say(f"{name}: stopping after this step, with a checkpoint; Ctrl-C ends it at once")
+        try:
+            self._file.write(StopRequest.now(self._launch, name))
+        except OSError as error:  # no checkpoint could be written either
+            raise GracefulStop(f"Stopped by {name} without a checkpoint: {error}") from error
