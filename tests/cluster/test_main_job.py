@@ -1,7 +1,10 @@
 """The main job, small: from a job file to a model that somebody else can load."""
 
+import hashlib
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from cluster import driver
@@ -49,6 +52,31 @@ def test_mlflow_has_one_curve_and_all_facts_of_the_run(reference, tracking):
     (finished,) = run.events("finished")
     bigram = finished["bigram_bits_per_byte"]
     assert tracked.data.metrics["evaluation/bigram_bits_per_byte"] == bigram
+
+
+def test_the_registered_version_tells_its_origin_and_the_run_has_pictures(reference, tracking):
+    run, _ = reference
+    client, tracked = tracking
+    (version,) = client.search_model_versions("name = 'small'")
+    checkpoint = Path(run.events("finished")[0]["checkpoint"])
+    manifest = (checkpoint / "manifest.json").read_bytes()
+    assert version.tags["checkpoint.uri"] == checkpoint.as_uri()
+    assert version.tags["checkpoint.manifest_sha256"] == hashlib.sha256(manifest).hexdigest()
+    for tag in ("weights_sha256", "dataset.digest", "spec_digest", "git.commit"):
+        assert version.tags.get(tag) == tracked.data.tags.get(tag)
+    assert {"weights_sha256", "dataset.digest", "spec_digest"} <= version.tags.keys()
+    plots = {Path(each.path).name for each in client.list_artifacts(tracked.info.run_id, "plots")}
+    assert plots == {"loss.png", "throughput.png", "learning_rates.png", "ownership.png"}
+
+
+def test_status_tells_what_the_run_has_come_to(reference):
+    run, _ = reference
+    code, output = driver.run("status", run.folder, "--json")
+    assert code == 0
+    told = json.loads(output)
+    assert (told["state"], told["step"], told["num_steps"]) == ("finished", *[driver.STEPS] * 2)
+    assert told["loss"] == run.metrics()[driver.STEPS]["train/loss"]
+    assert told["checkpoint"]["path"] == run.events("finished")[0]["checkpoint"]
 
 
 def test_the_registered_model_generates_text_with_transformers(tracking, tmp_path):

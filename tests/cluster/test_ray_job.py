@@ -130,6 +130,9 @@ def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, text, tmp_path
     while "  loss " not in (answer := _ask("status", *server))[1]:
         assert answer[0] == 3, answer
         assert time.monotonic() < deadline, answer
+    code, told = driver.run("status", tmp_path / "watched", "--json")
+    assert code == 3
+    assert [worker["rank"] for worker in json.loads(told)["workers"]] == [0, 1]
     assert _ask("stop", *server, "--wait")[0] == 0
     assert _ask("status", *server)[0] == 75
     code, told = _ask("logs", *server)
