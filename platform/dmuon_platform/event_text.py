@@ -18,7 +18,7 @@ _SENTENCES = {
     "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "
     "again: {problem}",
     "checkpoint_damaged": "{damage}; it is passed over",
-    "restarted": "started again after step {step}: {cause}",
+    "restarted": "restart after step {step}: {cause}",
     "stopped": "stopped after step {step}: {reason}",
     "trained": "trained to step {step}",
     "finished": "finished: {steps} steps, {bits_per_byte:.3f} validation bits per byte",

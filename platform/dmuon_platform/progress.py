@@ -15,12 +15,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from dmuon_platform.event_text import event_text
 from dmuon_platform.events import Journal
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool, Record
 
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines when the output is not a terminal."""
+
+TOLD = frozenset(
+    {"checkpoint_damaged", "checkpoint_failed", "restarted", "stopped", "training_started"}
+)
+"""Events that get a line of their own."""
 
 
 class ProgressView:
@@ -105,21 +111,12 @@ class ProgressView:
         for event in events:
             if event["kind"] == "checkpoint_saved":
                 self._checkpoint = event["step"]
-            elif event["kind"] == "checkpoint_failed":
-                self.say(
-                    f"the checkpoint of step {event['step']} could not be saved, the next save "
-                    f"tries again: {event['problem']}"
-                )
-            elif event["kind"] == "checkpoint_damaged":
-                self.say(f"{event['damage']}; it is passed over")
             elif event["kind"] == "restarted":
                 self._restarts += 1
-                self.say(f"restart {self._restarts} after step {event['step']}: {event['cause']}")
-            elif event["kind"] == "stopped":
-                self.say(f"stopped after step {event['step']}: {event['reason']}")
             elif event["kind"] == "training_started":
                 self._begin_attempt(event)
-                self.say(f"{len(event['workers'])} workers train from step {event['step']}")
+            if event["kind"] in TOLD:
+                self.say(event_text(event))
 
     def _begin_attempt(self, event: dict[str, Any]) -> None:
         self._first = None  # the time between attempts says nothing about steps

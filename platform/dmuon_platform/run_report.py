@@ -101,10 +101,18 @@ def _headline(run: RunState) -> str:
         return f"{run.state}; `dmuon resume {run.name}` goes on with it"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
+    if run.state is State.RUNNING:
+        return f"running{_phase(run)}"
+    return str(run.state)
+
+
+def _phase(run: RunState) -> str:
     if run.stopping is not None:
-        return f"{run.state}, and asked to stop"
-    is_starting = run.state is State.RUNNING and not run.workers
-    return f"{run.state}; its workers are being started" if is_starting else str(run.state)
+        return ", and asked to stop"
+    if run.workers:
+        return ""
+    done = run.step == run.num_steps
+    return "; the training is done" if done else "; its workers are being started"
 
 
 def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:

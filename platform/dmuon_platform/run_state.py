@@ -37,6 +37,8 @@ FURTHEST_LINES = 20_000
 
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
+_ENDS_OF_ATTEMPTS = ("launched", "restarted", "stopped", "trained")
+
 Content = Mapping[str, Any]
 
 
@@ -290,7 +292,7 @@ def _evaluation(folder: Path) -> dict[str, float]:
 def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker]:
     """Return the workers of the present attempt; none while they are being started again."""
     started = _last(events, "training_started")
-    newest = _last(events, "training_started", "restarted", "launched")
+    newest = _last(events, "training_started", *_ENDS_OF_ATTEMPTS)
     attempt = max(_whole(event, "attempt") or 0 for event in (started, newest))
     is_over = newest is not started
     beats = Heartbeats(folder).read()

@@ -85,7 +85,7 @@ def test_a_restart_is_shown_with_its_cause_and_its_pause_is_no_pace(spec):
         launch.start(20)
         launch.train(21, 50)
     text = launch.out.getvalue()
-    assert "restart 1 after step 20: rank 1 died" in text
+    assert "restart after step 20: rank 1 died" in text
     assert re.search(r"step 46/100 .* restarts 1  54 s left", text)
     assert max(int(left) for left in re.findall(r"(\d+) s left", text)) < 100
 

@@ -132,8 +132,8 @@ def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, caps
         assert "rank 0      process 11 on far, step 31, data, no progress for 1 min" in (
             capsys.readouterr().out
         )
-        for event in ({"kind": "restarted", "attempt": 2}, {"kind": "launched"}):
-            Journal(folder).append(**event)
+        for kind in ("restarted", "stopped", "launched"):
+            Journal(folder).append(kind, attempt=2)
             assert read_run(folder).workers == []  # what dead ones have left is not told
         Heartbeats(folder).write(beat_of(attempt=3, progress=time.time()))
         assert len(read_run(folder).workers) == 1
@@ -184,7 +184,7 @@ def test_logs_tell_the_journal_and_what_workers_said(tmp_path, capsys):
     assert stacks.endswith(f"{folder}/stacks/attempt-1-rank-00001.txt")
     texts = [line.partition("  ")[2] for line in lines]
     assert texts[:2] == ["launched: process 7 on far", "2 workers train from step 0"]
-    assert texts[-4:-1] == ["started again after step 30: rank 1 died", "  line 1", "  line 2"]
+    assert texts[-4:-1] == ["restart after step 30: rank 1 died", "  line 1", "  line 2"]
     assert texts[-1] == "of another version answer=42"
 
 
