@@ -30,7 +30,7 @@ PORTS = ("6379", "8265", "5000", "5432")
 AGENT_PORT = "52365"
 """Of a raylet's agent, which answers its health check: one a machine, so one a service here."""
 HEALTHY_S = 120.0
-ENDED_S = 15.0
+ENDED_S = 10.0
 
 SECRETS = {"RAY_AUTH_TOKEN": "5e" * 32, "POSTGRES_PASSWORD": "of-this-test"}
 
@@ -71,13 +71,14 @@ class Services:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for process in reversed(self._processes.values()):
-            family = [psutil.Process(process.pid)] if process.poll() is None else []
-            family += family[0].children(recursive=True) if family else []
+        processes = list(self._processes.values())
+        alive = [psutil.Process(each.pid) for each in processes if each.poll() is None]
+        family = [*alive, *(child for one in alive for child in one.children(recursive=True))]
+        for process in reversed(processes):
             process.terminate()
-            _, alive = psutil.wait_procs(family, timeout=ENDED_S)
-            for one in alive:
-                one.kill()
+        for one in psutil.wait_procs(family, timeout=ENDED_S)[1]:
+            one.kill()
+        for process in processes:
             process.wait()
 
     def port(self, port: int) -> int:
