@@ -19,6 +19,11 @@ _SENTENCES = {
     "again: {problem}",
     "checkpoint_damaged": "{damage}; it is passed over",
     "restarted": "restart after step {step}: {cause}",
+    "fault_injected": "injected on purpose: {fault} in step {step} on rank {rank}",
+    "update_dropped": "the update of step {step} was dropped: loss {loss}, gradient norm "
+    "{grad_norm}",
+    "rolled_back": "went back from step {step} to {to_step} (loss {loss}, gradient norm "
+    "{grad_norm}); batches {first_batch} to {last_batch} are left out",
     "stopped": "stopped after step {step}: {reason}",
     "trained": "trained to step {step}",
     "finished": "finished: {steps} steps, {bits_per_byte:.3f} validation bits per byte",

@@ -1,22 +1,30 @@
 """What a training writes down about itself: its metrics, and its part of the journal."""
 
+import math
 import os
 import socket
 import time
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from dmuon_platform.events import Journal
 from dmuon_platform.place import Place
+from dmuon_platform.run_story import ROLLED_BACK
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 
 
 class Record:
-    """Rank 0 writes down what happens; the other ranks say nothing."""
+    """Rank 0 writes down what happens; the other ranks say nothing.
+
+    Attributes:
+        attempt: Its number.
+    """
 
     def __init__(self, spec: JobSpec, place: Place, attempt: int) -> None:
         self._place = place
-        self._attempt = attempt
+        self.attempt = attempt
         self._spool = MetricsSpool(spec.run_dir) if place.is_first else None
         self._journal = Journal(spec.run_dir) if place.is_first else None
 
@@ -25,12 +33,45 @@ class Record:
         workers = self._place.gather({"host": socket.gethostname(), "pid": os.getpid()})
         if self._journal is not None:
             facts = {"step": step, "workers": workers, "plan": plan.to_dict()}
-            self._journal.note("training_started", attempt=self._attempt, **facts)
+            self._journal.note("training_started", attempt=self.attempt, **facts)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Note what came out of a step."""
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
+
+    def note(self, kind: str, **data: Any) -> None:
+        """Note in the journal that something happened, now or when there is room."""
+        if self._journal is not None:
+            self._journal.note(kind, attempt=self.attempt, **data)
+
+    def rolled_back(self, step: int, target: int, facts: Mapping[str, Any]) -> None:
+        """Write down that the steps after ``target`` do not count; on the disk when this returns.
+
+        Args:
+            step: The one that was not applied, counted from 1.
+            target: Steps done at the checkpoint.
+            facts: The batches that are left out, and why.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._spool is not None:
+            self._spool.forget(target)
+        self._note(ROLLED_BACK, step=step, to_step=target, **facts)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return what the journal has of some kinds, oldest first; nothing on other ranks."""
+        events = [] if self._journal is None else self._journal.read()
+        return [event for event in events if event["kind"] in kinds]
+
+    def losses(self, step: int, count: int) -> list[float]:
+        """Return the newest finite losses up to ``step`` steps done, oldest first, on rank 0."""
+        if self._spool is None:
+            return []
+        newest_first = self._spool.newest_first(step)
+        losses = (record.metrics.get("train/loss", math.nan) for record in newest_first)
+        return [*islice((loss for loss in losses if math.isfinite(loss)), count)][::-1]
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk, before a checkpoint that is ahead of them.
@@ -51,4 +92,4 @@ class Record:
 
     def _note(self, kind: str, **data: Any) -> None:
         if self._journal is not None:
-            self._journal.append(kind, attempt=self._attempt, **data)
+            self._journal.append(kind, attempt=self.attempt, **data)

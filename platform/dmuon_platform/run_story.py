@@ -7,6 +7,9 @@ from dmuon_platform.spool import Continuation
 
 Events = Sequence[Mapping[str, Any]]
 
+DROPPED = "update_dropped"
+ROLLED_BACK = "rolled_back"
+
 
 def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
     """Return attempts, restarts with their causes, and the proof of continuation."""
@@ -25,6 +28,7 @@ def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
     for number, event in enumerate(restarted, start=1):
         tags[f"restart.{number}.after_step"] = event.get("step")
         tags[f"restart.{number}.cause"] = event.get("cause")
+    tags |= _setbacks(events)
     trained = [event for event in events if event["kind"] == "trained"]
     if trained:
         tags["weights_sha256"] = trained[-1].get("weights_sha256")
@@ -32,6 +36,17 @@ def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
         tags["continuation.equal_steps"] = continuation.equal
         tags["continuation.different_steps"] = continuation.different
     return {key: str(value) for key, value in tags.items()}
+
+
+def _setbacks(events: Events) -> dict[str, int]:
+    """Count the updates that were dropped, each step once, and the batches left out."""
+    dropped = {event.get("step") for event in events if event["kind"] == DROPPED}
+    rolled = [event for event in events if event["kind"] == ROLLED_BACK]
+    left_out = sum(event["last_batch"] - event["first_batch"] + 1 for event in rolled)
+    counts = {"dropped_updates": len(dropped), "roll_backs": len(rolled)}
+    if rolled:
+        counts["batches_left_out"] = left_out
+    return {name: count for name, count in counts.items() if count}
 
 
 def restarts_of(events: Events) -> int:

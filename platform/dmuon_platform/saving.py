@@ -1,6 +1,7 @@
 """Checkpoints of a training in motion: written by all ranks, committed by rank 0 alone."""
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +52,9 @@ class Saving:
     One checkpoint at a time is written beside the training. It counts from the moment it is
     committed, which all ranks do together in `settle`.
 
+    Attributes:
+        write: Begins to write a checkpoint, as `dmuon.save_checkpoint` does.
+
     Args:
         spec: The job.
         place: Of this rank.
@@ -76,6 +80,7 @@ class Saving:
         self._facts = dict(facts)
         self._on_progress = on_progress
         self._before_commit = before_commit
+        self.write: Callable[..., dmuon.SaveHandle] = dmuon.save_checkpoint
         self._journal = Journal(spec.run_dir)
         self._store = CheckpointStore(spec.run_dir, self._on_damage)
         self._pending: _Pending | None = None
@@ -136,12 +141,12 @@ class Saving:
             self._note_failure(step, begun.problem)
             return
         try:
-            handle = dmuon.save_checkpoint(
+            handle = self.write(
                 begun.path,
                 training.model,
                 training.optimizer,
                 step=step,
-                extra={"attempt": self._attempt, "metrics": dict(metrics), **self._facts},
+                extra={"attempt": self._attempt, "metrics": _finite(metrics), **self._facts},
                 files={CONFIG_FILE: self._config(training)},
                 async_save=True,
             )
@@ -249,6 +254,11 @@ class Saving:
         ray.train.report(
             {"step": step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
         )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return what JSON has numbers for; a step whose update was dropped may have others."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def check_finite(step: int, names: Sequence[str]) -> None:

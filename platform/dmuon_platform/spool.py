@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ METRICS_FILE = "metrics.jsonl"
 
 MEASURED = ("time/", "speed/", "system/")
 """Prefixes of what a clock measured: a replayed step may differ there and nowhere else."""
+
+FORGOTTEN = "rolled_back_to"
+"""Key of a line that says after which step those before it do not count."""
 
 SYNC_EVERY_S = 1.0
 """What a crash of the whole machine may lose; the death of a process loses nothing."""
@@ -105,6 +108,26 @@ class MetricsSpool:
                 break
         return records, offset
 
+    def forget(self, step: int) -> None:
+        """Let the steps after ``step`` not count any more: they come again, and differently.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._starts is None:
+            self._starts = self._open()
+        self._write_waiting()
+        self._file.append({FORGOTTEN: step, "time": time.time()})
+        self._starts = {known: start for known, start in self._starts.items() if known <= step}
+
+    def newest_first(self, step: int) -> Iterator[Record]:
+        """Yield the record that counts of ``step`` and of those before it, going back."""
+        for content in self._file.newest_first():
+            record = _record(content)
+            if record is not None and "replay" not in content and record.step <= step:
+                yield record
+                step = record.step - 1
+
     def size(self) -> int:
         """Return the bytes on disk: no record lies behind that offset now."""
         return self._file.size()
@@ -128,7 +151,9 @@ class MetricsSpool:
         self._file.repair()
         starts: dict[int, int] = {}
         for content, start, _ in self._file.lines():
-            if _record(content) is not None and "replay" not in content:
+            if isinstance(last := content.get(FORGOTTEN), int):
+                starts = {step: known for step, known in starts.items() if step <= last}
+            elif _record(content) is not None and "replay" not in content:
                 starts.setdefault(content["step"], start)
         return starts
 

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon
+from dmuon_platform.batch_order import BatchOrder
 from dmuon_platform.data import Dataset
-from dmuon_platform.errors import Diverged
 from dmuon_platform.evaluation import bigram_bits_per_byte, bits_per_byte
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import next_token_loss
 from dmuon_platform.place import Place
 from dmuon_platform.schedule import lr_multiplier
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.stability import Stability, Verdict
 
 # B: sequences of one micro-batch; T: tokens of a sequence.
 
@@ -34,6 +35,11 @@ class Training:
     Attributes:
         all_ready: Whether every rank was ``ready`` in the last step; equal on all ranks.
         any_stop: Whether some rank wanted to ``stop`` in the last step; equal on all ranks.
+        verdict: What has become of the last step's update; equal on all ranks.
+        stability: That says so.
+        order: Of the batches.
+        read: Returns this rank's micro-batches of a step.
+        loss_of: Returns the mean loss of a model on a micro-batch.
 
     Args:
         spec: The job.
@@ -60,6 +66,11 @@ class Training:
         self.dataset = dataset
         self.all_ready = False
         self.any_stop = False
+        self.verdict = Verdict.APPLY
+        self.stability = Stability(spec.faults)
+        self.order = BatchOrder()
+        self.read: Callable[[int], list[Tensor]] = self._tokens
+        self.loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
         self._on_progress = on_progress
         self.num_micro_steps = spec.accumulation(place.world_size)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -73,22 +84,23 @@ class Training:
             stop: The same for `any_stop`.
 
         Raises:
-            Diverged: The loss or the gradient is not finite, on all ranks and before any weight
-                has changed.
+            Diverged: The loss or the gradient is not finite and the run should end for that; on
+                all ranks and before any weight has changed.
         """
         clock = _Clock(self.place.device)
         self._set_learning_rate(step)
         torch.manual_seed(_fold(self.spec.train.seed, step, self.place.rank))
         with clock.span("data"):
             self._on_progress(Phase.DATA)
-            tokens = self._tokens(step)
+            tokens = self.read(step)
         with clock.span("forward_backward"):
             loss = self._forward_backward(tokens, ready, stop)
         with clock.span("optimizer"):
             self._on_progress(Phase.OPTIMIZER)
             norm = self._clip()
-            self._check_finite(step, loss, norm)
-            self.optimizer.step()
+            self.verdict = self.stability.judge(step, loss, norm)
+            if self.verdict is Verdict.APPLY:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         num_tokens = self.spec.train.global_batch_size * self.spec.data.sequence_length
         return {
@@ -135,7 +147,7 @@ class Training:
             self._on_progress(Phase.COMPUTE)
             is_last = index == self.num_micro_steps - 1
             with nullcontext() if is_last else dmuon.no_sync(self.model):
-                loss = next_token_loss(self.model, tokens_BT)
+                loss = self.loss_of(self.model, tokens_BT)
                 (loss / self.num_micro_steps).backward()
             total += loss.item()
         total, num_ready, num_stops = self._sum_over_ranks(total, float(ready), float(stop))
@@ -154,16 +166,6 @@ class Training:
         limit = self.spec.train.clip_grad_norm
         return dmuon.clip_grad_norm_(self.optimizer, math.inf if limit is None else limit).item()
 
-    def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        # Both are the same numbers on all ranks, so all of them stop here or none.
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        raise Diverged(
-            f"Step {step + 1} diverged: loss {loss}, gradient norm {norm}. Nothing of this step "
-            "was applied or saved; the newest checkpoint is from before it. Lower optimizer.lr or "
-            "optimizer.adamw_lr, lengthen schedule.warmup_steps, or set train.clip_grad_norm."
-        )
-
     def _set_learning_rate(self, step: int) -> None:
         scale = lr_multiplier(self.spec.schedule, self.spec.num_steps, step)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -179,7 +181,7 @@ class Training:
         per_rank = size * self.num_micro_steps
         first = self.place.rank * per_rank
         rows = self.dataset.batch(
-            step,
+            self.order.batch_of(step),
             slice(first, first + per_rank),
             self.spec.train.global_batch_size,
             self.spec.train.seed,

@@ -7,12 +7,15 @@ from typing import Any
 from dmuon_platform.assembly import assemble
 from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import Diverged
+from dmuon_platform.fault_injection import arm
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.place import Place
 from dmuon_platform.pulse import Pulse
 from dmuon_platform.record import Record
 from dmuon_platform.saving import Saving
+from dmuon_platform.setbacks import Setbacks
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.stability import Verdict
 from dmuon_platform.stop_request import StopRequest
 from dmuon_platform.training import Training
 
@@ -43,13 +46,18 @@ def train(
     spec: JobSpec, training: Training, saving: Saving, pulse: Pulse, record: Record, plan: Any
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint, to the last step or to a request to stop. Collective."""
+    arm(spec, training, saving, record)
     step = saving.restore(training)
+    setbacks = Setbacks(spec, training, saving, record)
+    setbacks.recall(step)
     metrics: dict[str, float] = {}
     record.started(step, plan)
     while step < spec.num_steps:
         pulse.at(Phase.DATA, step)
         metrics = next_step(training, saving, step, stop=pulse.should_stop)
-        step += 1
+        step = setbacks.handle(step, metrics)
+        if training.verdict is Verdict.ROLL_BACK:
+            continue
         is_last = step == spec.num_steps
         if is_last or _is_due(step, spec.evaluation.every):
             metrics |= training.evaluate()

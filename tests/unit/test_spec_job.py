@@ -154,7 +154,7 @@ def test_every_field_says_what_it_is_in_the_schema() -> None:
     definitions = {"JobSpec": schema, **schema["$defs"]}
     for section, definition in definitions.items():
         assert definition["description"]
-        for key, field in definition["properties"].items():
+        for key, field in definition.get("properties", {}).items():
             assert "description" in field or "$ref" in field, f"{section}.{key} is not described"
             assert definition["additionalProperties"] is False
 

@@ -184,3 +184,31 @@ def test_a_job_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         job.train.steps = 3  # type: ignore[misc]
     assert isinstance(job, JobSpec)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"kind": "kil", "step": 1}, 'write kind = "kill"'),
+        ({"kind": "kill"}, "faults.inject.step: is required; write step = 10, say"),
+        ({"kind": "kill", "step": 0}, "faults.inject.step: must be above 0, not 0"),
+        ({"kind": "kill", "step": 11}, "11 is beyond the whole run of 10 steps"),
+        ({"kind": "kill", "step": 1, "rank": 2}, "2 is no rank of at most 2 workers"),
+        ({"kind": "kill", "step": 1, "rank": -1}, "faults.inject.rank: must be at least 0"),
+        ({"kind": "kill", "step": 1, "rank": "al"}, 'must be a rank from 0, or "all", not "al"'),
+        ({"kind": "kill", "stp": 1}, "did you mean faults.inject.step?"),
+        ({"kind": "kill", "step": 1, "seconds": 2.0}, "seconds: is for slow and stall, not for"),
+        ({"kind": "slow", "step": 1}, "faults.inject.seconds: is required by slow"),
+        ({"kind": "spike", "step": 1}, "faults.inject.factor: is required by spike"),
+        ({"kind": "kill_controller", "step": 1, "rank": "all"}, "happens once"),
+    ],
+)
+def test_a_fault_that_cannot_strike_is_refused(fault: dict[str, Any], words: str) -> None:
+    good = {"kind": "stall", "step": 2, "rank": "all"}
+    assert words in complaint(faults={"inject": [good, fault]})
+
+
+def test_a_fault_may_not_be_there_twice() -> None:
+    fault = {"kind": "kill", "step": 1}
+    words = "kill-step-1-rank-0 is there 2 times; write times = 2"
+    assert words in complaint(faults={"inject": [fault, fault]})

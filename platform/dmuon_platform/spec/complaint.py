@@ -10,7 +10,16 @@ from dmuon_platform.spec.fields import example_of, keys_under, nearest_key
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.toml import toml_value
 
-UNION_TAGS = frozenset({"one-source", "many-sources", "fixed-workers", "elastic-workers"})
+UNION_TAGS = frozenset(
+    {
+        "one-source",
+        "many-sources",
+        "fixed-workers",
+        "elastic-workers",
+        "one-rank",
+        "every-rank",
+    }
+)
 """Names of alternatives, which pydantic puts between the keys."""
 
 RULES: Mapping[str, str] = {
@@ -20,6 +29,7 @@ RULES: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
     "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
     "greater_than": "must be above {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be below {lt:g}",
@@ -97,7 +107,7 @@ def _way_out(path: Sequence[str], error: ErrorDetails) -> str:
 
 
 def _choices(error: ErrorDetails) -> list[str]:
-    if error["type"] != "literal_error":
+    if error["type"] not in ("literal_error", "enum"):
         return []
     expected = str(error.get("ctx", {}).get("expected", ""))
     return [part.strip(" '") for part in expected.replace(" or ", ", ").split(",")]

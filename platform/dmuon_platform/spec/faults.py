@@ -1,10 +1,23 @@
 """Section ``faults``: what the run does when something breaks."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dmuon_platform.spec.fault import InjectedFault
+from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
+
+
+class LossSpike(Section):
+    """When a loss counts as a spike."""
+
+    factor: float = Field(gt=1, examples=[2.0])
+    """Above so many times the median loss of the ``window``."""
+
+    window: PositiveInt = 50
+    """Steps before it, all of which must be there."""
 
 
 class FaultsSpec(Section):
@@ -38,5 +51,28 @@ class FaultsSpec(Section):
     node_wait_s: NonNegativeFloat = 600
     """Seconds to wait for room for the fewest workers, and for a cluster that is gone."""
 
-    non_finite: Literal["stop"] = "stop"
-    """What follows an infinite loss or gradient, or one that is not a number."""
+    non_finite: Literal["stop", "skip", "roll_back"] = "stop"
+    """What follows an infinite loss or gradient, or one that is not a number: the run ends with
+    exit code 86; or the update of that step is dropped; or the run goes back to the newest good
+    checkpoint and leaves out the samples from there to that step."""
+
+    max_skips: PositiveInt = 5
+    """Updates dropped one after another, or roll-backs to the same checkpoint, after which the
+    next one ends the run."""
+
+    loss_spike: LossSpike | None = None
+    """A finite loss that is answered by a roll-back too: ``{factor = 2.0, window = 50}``."""
+
+    inject: Annotated[tuple[InjectedFault, ...], Field(strict=False)] = ()
+    """Faults to be made on purpose: ``[{kind = "kill", step = 10, rank = 1}]``. Each happens once
+    in a run, whatever is started again."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with a fault, and those that are there twice."""
+        labels = [fault.label for fault in self.inject]
+        for fault in self.inject:
+            yield from fault.problems()
+        for label in sorted({label for label in labels if labels.count(label) > 1}):
+            yield Problem(
+                "faults.inject", f"{label} is there {labels.count(label)} times", "write times = 2"
+            )

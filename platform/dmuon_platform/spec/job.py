@@ -101,6 +101,7 @@ class JobSpec(Section):
             return
         yield from self._problems_with_workers()
         yield from self._problems_with_schedule()
+        yield from self._problems_with_injected()
         too_few = self.model.vocab_size < BYTE_VOCABULARY and self.model.path is None
         if self.data.tokenizer == "bytes" and too_few:
             yield Problem(
@@ -141,6 +142,24 @@ class JobSpec(Section):
                 f"write at most {max(0, self.num_steps - decay)}",
                 ("schedule.decay_steps", "train.steps", "train.tokens", "data.sequence_length"),
             )
+
+    def _problems_with_injected(self) -> Iterator[Problem]:
+        _, most = self.resources.bounds
+        for fault in self.faults.inject:
+            if fault.step > self.num_steps:
+                yield Problem(
+                    "faults.inject.step",
+                    f"{fault.step} is beyond the whole run of {self.num_steps} steps",
+                    f"write at most {self.num_steps}",
+                    ("train.steps", "train.tokens"),
+                )
+            if isinstance(fault.rank, int) and fault.rank >= most:
+                yield Problem(
+                    "faults.inject.rank",
+                    f"{fault.rank} is no rank of at most {most} workers, which count from 0",
+                    f"write at most {most - 1}",
+                    ("resources.workers",),
+                )
 
     @property
     def tokens_per_step(self) -> int:

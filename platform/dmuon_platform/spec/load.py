@@ -99,6 +99,10 @@ def _with_nones(table: dict[str, Any], above: tuple[str, ...] = ()) -> dict[str,
         path = (*above, str(key))
         if isinstance(value, dict):
             result[path[-1]] = _with_nones(value, path)
+        elif isinstance(value, list | tuple) and any(isinstance(one, dict) for one in value):
+            result[path[-1]] = [
+                _with_nones(one, path) if isinstance(one, dict) else one for one in value
+            ]
         else:
             field = field_at(path)
             is_none = value == NONE and field is not None and accepts(field, type(None))
