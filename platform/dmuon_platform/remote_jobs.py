@@ -8,8 +8,8 @@ from typing import Any
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError
+from dmuon_platform.run_ending import RUNNING, State
 from dmuon_platform.run_folder import NoSuchRun
-from dmuon_platform.run_state import RUNNING, State
 
 NAME_KEY = "dmuon_name"
 """Of the metadata of a submitted job: the name of its run."""

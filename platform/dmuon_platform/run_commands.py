@@ -15,13 +15,15 @@ from typing import Any
 
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.errors import PlatformError
+from dmuon_platform.event_facts import number
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
+from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
 from dmuon_platform.run_report import plain, report, table
-from dmuon_platform.run_state import RunState, State, number, read_run
+from dmuon_platform.run_state import RunState, read_run
 from dmuon_platform.spec import load_job
 from dmuon_platform.stop_request import StopFile, StopRequest
 

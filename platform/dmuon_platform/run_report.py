@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dmuon_platform.run_state import Restart, RunState, State, Worker
+from dmuon_platform.run_ending import State
+from dmuon_platform.run_state import Restart, RunState, Worker
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 

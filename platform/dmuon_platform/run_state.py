@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -16,18 +15,17 @@ from typing import Any
 
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
-from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError, SpecError
+from dmuon_platform.errors import SpecError
+from dmuon_platform.event_facts import Content, last, number, sound_events, whole
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
+from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spool import METRICS_FILE
 from dmuon_platform.stop_request import StopFile
 from dmuon_platform.tracking_files import TrackingFiles
-
-RUNNING = 3
-"""Exit code of ``dmuon status`` for a run that goes on."""
 
 RECENT_STEPS = 200
 """Over which the speed is taken."""
@@ -38,20 +36,6 @@ FURTHEST_LINES = 20_000
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 _ENDS_OF_ATTEMPTS = ("launched", "restarted", "stopped", "trained")
-
-Content = Mapping[str, Any]
-
-
-class State(StrEnum):
-    """What a run is doing, or how it ended."""
-
-    RUNNING = "running"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    """On request, after a checkpoint."""
-    INTERRUPTED = "interrupted"
-    """Its driver is gone without a word: killed, or the machine."""
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -142,9 +126,9 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     events = sound_events(Journal(folder).read())
     driver = Driver.read(folder)
     is_alive = driver is not None and driver.is_alive(folder)
-    state, exit_code, problem = _ending(events, is_alive, spec)
+    state, exit_code, problem = ending_of(events, is_alive, spec)
     steps = _recent_steps(folder)
-    started = _last(events, "training_started")
+    started = last(events, "training_started")
     pace = _Pace.of(steps, since=number(started, "time"))
     step = _step_of(events, steps)
     num_steps = None if spec is None else spec.num_steps
@@ -174,23 +158,6 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     )
 
 
-def sound_events(events: Sequence[Content]) -> list[Content]:
-    """Return the events that say what they are; a damaged journal may have others."""
-    return [event for event in events if isinstance(event.get("kind"), str)]
-
-
-def number(content: Content | None, key: str) -> float | None:
-    """Return a number in plain data, None where there is none."""
-    value = None if content is None else content.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None
-
-
-def _whole(content: Content | None, key: str) -> int | None:
-    value = number(content, key)
-    return None if value is None else int(value)
-
-
 def _job_of(folder: Path) -> tuple[JobSpec | None, str | None]:
     """Return the recorded job, or what is wrong with it."""
     try:
@@ -198,39 +165,6 @@ def _job_of(folder: Path) -> tuple[JobSpec | None, str | None]:
     except (SpecError, OSError, ValueError) as error:
         first, _, _ = str(error).partition("\n")
         return None, f"{JOB_FILE} cannot be read, so the number of steps is unknown: {first}"
-
-
-def _last(events: Sequence[Content], *kinds: str) -> Content | None:
-    return next((event for event in reversed(events) if event["kind"] in kinds), None)
-
-
-def _ending(
-    events: Sequence[Content], is_alive: bool, spec: JobSpec | None
-) -> tuple[State, int, str | None]:
-    """Return the state, the exit code, and why it ended if it should not have."""
-    last = _last(events, "launched", "ended", "finished")
-    if is_alive:
-        return State.RUNNING, RUNNING, None
-    if last is None or last["kind"] == "launched":
-        return State.INTERRUPTED, GracefulStop.exit_code, "its driver is gone without a word"
-    code = 0 if last["kind"] == "finished" else _whole(last, "exit_code")
-    if code == 0:
-        return _finished(events, spec)
-    return _unfinished(code, str(last.get("problem", "")))
-
-
-def _unfinished(code: int | None, problem: str) -> tuple[State, int, str]:
-    if code in (GracefulStop.exit_code, INTERRUPTED):
-        return State.STOPPED, GracefulStop.exit_code, problem
-    return State.FAILED, PlatformError.exit_code if code is None else code, problem
-
-
-def _finished(events: Sequence[Content], spec: JobSpec | None) -> tuple[State, int, str | None]:
-    steps = _whole(_last(events, "finished"), "steps")
-    if spec is None or steps is None or steps >= spec.num_steps:
-        return State.FINISHED, 0, None
-    problem = f"it finished {steps} steps, and its job now has {spec.num_steps}"
-    return State.STOPPED, GracefulStop.exit_code, problem
 
 
 def _recent_steps(folder: Path) -> list[Content]:
@@ -241,11 +175,11 @@ def _recent_steps(folder: Path) -> list[Content]:
 
 def _step_of(events: Sequence[Content], steps: Sequence[Content]) -> int:
     """Return the steps done: of the newest line, unless an attempt went back since."""
-    done = _whole(steps[0], "step") if steps else 0
-    started = _last(events, "training_started")
+    done = whole(steps[0], "step") if steps else 0
+    started = last(events, "training_started")
     since, written = number(started, "time"), number(steps[0], "time") if steps else None
     if since is not None and (written is None or written < since):
-        done = _whole(started, "step")
+        done = whole(started, "step")
     return done or 0
 
 
@@ -291,9 +225,9 @@ def _evaluation(folder: Path) -> dict[str, float]:
 
 def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker]:
     """Return the workers of the present attempt; none while they are being started again."""
-    started = _last(events, "training_started")
-    newest = _last(events, "training_started", *_ENDS_OF_ATTEMPTS)
-    attempt = max(_whole(event, "attempt") or 0 for event in (started, newest))
+    started = last(events, "training_started")
+    newest = last(events, "training_started", *_ENDS_OF_ATTEMPTS)
+    attempt = max(whole(event, "attempt") or 0 for event in (started, newest))
     is_over = newest is not started
     beats = Heartbeats(folder).read()
     if beats and beats[0].attempt >= attempt + is_over:
@@ -304,7 +238,7 @@ def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker
     told = None if started is None or is_over else started.get("workers")
     workers = told if isinstance(told, list) else []
     return [
-        Worker(rank, str(each.get("host")), _whole(each, "pid") or 0)
+        Worker(rank, str(each.get("host")), whole(each, "pid") or 0)
         for rank, each in enumerate(workers)
         if isinstance(each, dict)
     ]
@@ -312,7 +246,7 @@ def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker
 
 def _restart(event: Content) -> Restart:
     cause = str(event.get("cause", "unknown"))
-    return Restart(number(event, "time"), _whole(event, "step"), cause)
+    return Restart(number(event, "time"), whole(event, "step"), cause)
 
 
 def _newest_checkpoint(folder: Path) -> SavedCheckpoint | None:

@@ -15,8 +15,9 @@ from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.remote_jobs import verdict
+from dmuon_platform.run_ending import State
 from dmuon_platform.run_report import plain, report
-from dmuon_platform.run_state import State, read_run
+from dmuon_platform.run_state import read_run
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from ray.job_submission import JobStatus

@@ -1,0 +1,29 @@
+"""Facts out of the events of a journal, of which a damaged one may have lost some."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Content = Mapping[str, Any]
+
+
+def sound_events(events: Sequence[Content]) -> list[Content]:
+    """Return the events that say what they are; a damaged journal may have others."""
+    return [event for event in events if isinstance(event.get("kind"), str)]
+
+
+def number(content: Content | None, key: str) -> float | None:
+    """Return a number in plain data, None where there is none."""
+    value = None if content is None else content.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else None
+
+
+def whole(content: Content | None, key: str) -> int | None:
+    """Return a number in plain data without its fraction, None where there is none."""
+    value = number(content, key)
+    return None if value is None else int(value)
+
+
+def last(events: Sequence[Content], *kinds: str) -> Content | None:
+    """Return the newest event of some kinds, None without one."""
+    return next((event for event in reversed(events) if event["kind"] in kinds), None)

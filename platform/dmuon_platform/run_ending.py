@@ -1,0 +1,52 @@
+"""Whether a run goes on, and if not how it ended: its state, and the exit code for a scheduler."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError
+from dmuon_platform.event_facts import Content, last, whole
+from dmuon_platform.spec import JobSpec
+
+RUNNING = 3
+"""Exit code of ``dmuon status`` for a run that goes on."""
+
+
+class State(StrEnum):
+    """What a run is doing, or how it ended."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """On request, after a checkpoint."""
+    INTERRUPTED = "interrupted"
+    """Its driver is gone without a word: killed, or the machine."""
+    FAILED = "failed"
+
+
+def ending_of(
+    events: Sequence[Content], is_alive: bool, spec: JobSpec | None
+) -> tuple[State, int, str | None]:
+    """Return the state, the exit code, and why it ended if it should not have."""
+    newest = last(events, "launched", "ended", "finished")
+    if is_alive:
+        return State.RUNNING, RUNNING, None
+    if newest is None or newest["kind"] == "launched":
+        return State.INTERRUPTED, GracefulStop.exit_code, "its driver is gone without a word"
+    code = 0 if newest["kind"] == "finished" else whole(newest, "exit_code")
+    if code == 0:
+        return _finished(events, spec)
+    return _unfinished(code, str(newest.get("problem", "")))
+
+
+def _unfinished(code: int | None, problem: str) -> tuple[State, int, str]:
+    if code in (GracefulStop.exit_code, INTERRUPTED):
+        return State.STOPPED, GracefulStop.exit_code, problem
+    return State.FAILED, PlatformError.exit_code if code is None else code, problem
+
+
+def _finished(events: Sequence[Content], spec: JobSpec | None) -> tuple[State, int, str | None]:
+    steps = whole(last(events, "finished"), "steps")
+    if spec is None or steps is None or steps >= spec.num_steps:
+        return State.FINISHED, 0, None
+    problem = f"it finished {steps} steps, and its job now has {spec.num_steps}"
+    return State.STOPPED, GracefulStop.exit_code, problem
