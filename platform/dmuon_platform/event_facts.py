@@ -1,5 +1,7 @@
 """Facts out of the events of a journal, of which a damaged one may have lost some."""
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,15 @@ def number(content: Content | None, key: str) -> float | None:
 def whole(content: Content | None, key: str) -> int | None:
     """Return a number in plain data without its fraction, None where there is none."""
     value = number(content, key)
-    return None if value is None else int(value)
+    return int(value) if value is not None and math.isfinite(value) else None
+
+
+def clock(unix_time: float | None) -> str:
+    """Return a time as people read it, here; ``?`` for what is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time or math.nan))
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 def last(events: Sequence[Content], *kinds: str) -> Content | None:

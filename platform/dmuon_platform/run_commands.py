@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dmuon_platform.driver_lease import Driver
 from dmuon_platform.errors import PlatformError
-from dmuon_platform.event_facts import number
+from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.heartbeat import STACKS_FOLDER
@@ -23,7 +22,7 @@ from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
 from dmuon_platform.run_report import plain, report, table
-from dmuon_platform.run_state import RunState, read_run
+from dmuon_platform.run_state import RunState, read_run, sound_driver
 from dmuon_platform.spec import load_job
 from dmuon_platform.stop_request import StopFile, StopRequest
 
@@ -97,7 +96,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
         return RemoteJobs(arguments.address).stop(arguments.run, wait=arguments.wait)
     folder = run_folder(arguments.run, arguments.storage)
-    driver = Driver.read(folder)
+    driver = sound_driver(folder)
     if driver is None or not driver.is_alive(folder):
         print(f"{folder.name} is not running: {_read(folder).state}.")
         return 0
@@ -111,7 +110,7 @@ def stop(arguments: argparse.Namespace) -> int:
     print(f"{folder.name} was asked to save a checkpoint and end ({driver}).", flush=True)
     while arguments.wait and driver.is_alive(folder):
         time.sleep(LOOK_S)
-        driver = Driver.read(folder) or driver
+        driver = sound_driver(folder) or driver
     if arguments.wait:
         print(f"{folder.name} has ended: {_read(folder).state}.")
     return 0
@@ -165,14 +164,12 @@ def _read(folder: Path) -> RunState:
 
 
 def _is_running(folder: Path) -> bool:
-    driver = Driver.read(folder)
+    driver = sound_driver(folder)
     return driver is not None and driver.is_alive(folder)
 
 
 def _told(event: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(event.get("kind"), str):
         return
-    when = number(event, "time")
-    clock = "?" if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-    yield f"{clock}  {event_text(event)}"
+    yield f"{clock(number(event, 'time'))}  {event_text(event)}"
     yield from (f"    {line}" for line in event_details(event))

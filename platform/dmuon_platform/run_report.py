@@ -1,10 +1,10 @@
 """A run's state as text for people and as plain data for programs."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dmuon_platform.event_facts import clock
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_state import Restart, RunState, Worker
 
@@ -87,11 +87,11 @@ def finite(content: Any) -> Any:
 
 def duration(seconds: float) -> str:
     """Return a time span in its two largest units."""
+    if not math.isfinite(seconds):
+        return "?"
     s = max(0, round(seconds))
-    if s < _MINUTE_S:
-        return f"{s} s"
     if s < _HOUR_S:
-        return f"{s // _MINUTE_S} min {s % _MINUTE_S} s"
+        return f"{s} s" if s < _MINUTE_S else f"{s // _MINUTE_S} min {s % _MINUTE_S} s"
     if s < _DAY_S:
         return f"{s // _HOUR_S} h {s % _HOUR_S // _MINUTE_S} min"
     return f"{s // _DAY_S} d {s % _DAY_S // _HOUR_S} h"
@@ -142,7 +142,7 @@ def _evaluation(run: RunState) -> str | None:
 
 
 def _restart(restart: Restart) -> str:
-    at = "" if restart.time is None else f"{_clock(restart.time)}, "
+    at = "" if restart.time is None else f"{clock(restart.time)}, "
     return f"{at}after step {restart.step}: {restart.cause}"
 
 
@@ -177,7 +177,3 @@ def _worker(worker: Worker) -> str:
 
 def _number(value: float | None, form: str) -> str | None:
     return None if value is None else format(value, form)
-
-
-def _clock(unix_time: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))

@@ -16,7 +16,7 @@ from typing import Any
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
-from dmuon_platform.event_facts import Content, last, number, sound_events, whole
+from dmuon_platform.event_facts import Content, clock, last, number, sound_events, whole
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
@@ -124,7 +124,7 @@ def read_run(folder: Path, now: float | None = None) -> RunState:
 def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -> RunState:
     spec, complaint = _job_of(folder)
     events = sound_events(Journal(folder).read())
-    driver = Driver.read(folder)
+    driver = sound_driver(folder)
     is_alive = driver is not None and driver.is_alive(folder)
     state, exit_code, problem = ending_of(events, is_alive, spec)
     steps = _recent_steps(folder)
@@ -158,6 +158,14 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     )
 
 
+def sound_driver(folder: Path) -> Driver | None:
+    """Return who has the run or had it last; None if that is not known, or damaged."""
+    driver = Driver.read(folder)
+    times = () if driver is None else ("started", "time")
+    is_sound = all(clock(number(vars(driver), key)) != "?" for key in times)
+    return driver if is_sound else None
+
+
 def _job_of(folder: Path) -> tuple[JobSpec | None, str | None]:
     """Return the recorded job, or what is wrong with it."""
     try:
@@ -170,7 +178,7 @@ def _job_of(folder: Path) -> tuple[JobSpec | None, str | None]:
 def _recent_steps(folder: Path) -> list[Content]:
     """Return the newest lines of the metrics, newest first, repeated steps among them."""
     lines = LineFile(folder / METRICS_FILE).newest_first()
-    return [line for line in islice(lines, RECENT_STEPS) if number(line, "step") is not None]
+    return [line for line in islice(lines, RECENT_STEPS) if whole(line, "step") is not None]
 
 
 def _step_of(events: Sequence[Content], steps: Sequence[Content]) -> int:

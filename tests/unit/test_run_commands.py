@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -265,6 +266,16 @@ def test_looking_at_runs_needs_neither_torch_nor_ray(tmp_path, action):
     assert done.returncode == 0, done.stderr
 
 
+def with_nonsense(content: bytes, chance: random.Random) -> bytes:
+    """Some of the numbers and texts replaced by what JSON has too."""
+    nonsense = (b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 25, b'"x"', b"null", b"[]", b"{}")
+
+    def other(found: re.Match[bytes]) -> bytes:
+        return chance.choice(nonsense) if chance.random() < 0.2 else found[0]
+
+    return re.sub(rb'(?<=: )("[^"]*"|[-\d.e]+)', other, content)
+
+
 def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
     folder = leave_run(tmp_path)
     with driver_of(folder):
@@ -283,7 +294,7 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
             flipped = bytearray(content)
             for _ in range(chance.randrange(1, 5)):
                 flipped[chance.randrange(len(content))] = chance.choice(b'\x00\xff"{}[]9n\n')
-            path.write_bytes(cut if chance.random() < 0.5 else bytes(flipped))
+            path.write_bytes(chance.choice([cut, bytes(flipped), with_nonsense(content, chance)]))
             run = read_run(folder)
             report(run, time.time())
             json.dumps(plain(run, time.time()), allow_nan=False)
