@@ -77,8 +77,9 @@ def cause_of(error: BaseException) -> Cause:
         why = getattr(guilty, "health_check_failure", guilty)
         return Cause(text, str(why), is_loss=True, is_hang=_is(guilty, {UNANSWERED}))
     is_collateral = bool(COLLATERAL.search(str(guilty)))  # then nobody has said anything else
+    lost = " misses another (a process, a machine or the network is gone)" if is_collateral else ""
     return Cause(
-        f"Rank {rank}: {_one_line(guilty)}",
+        f"Rank {rank}{lost}: {_one_line(guilty)}",
         str(error),
         is_loss=is_collateral or _is_storage(guilty),
         is_hang=is_collateral and bool(TIMEOUT.search(str(guilty))),

@@ -200,7 +200,8 @@ class Driving:
 
     def _has_grown(self, nodes: list[NodeRoom], watched: "_Watched") -> bool:
         better = choose_workers(self._spec, num_places(self._spec, nodes) + watched.num_workers)
-        if better is None or better <= watched.num_workers:
+        have_places = bool(self._beats.read(watched.attempt))  # before, those are free themselves
+        if not have_places or better is None or better <= watched.num_workers:
             watched.roomy = None
             return False
         watched.roomy = watched.roomy or time.monotonic()
