@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -79,27 +80,30 @@ def test_ray_job_submit_does_what_dmuon_run_does(head, reference, text, tmp_path
 def test_ray_job_stop_leaves_a_checkpoint_and_submitting_again_goes_on(
     head, reference, text, tmp_path
 ):
-    env, ports = head
+    env, _ = head
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
-    address = f"http://127.0.0.1:{ports['jobs']}"
-    submit = ["submit", run.job, "--address", address]
-    code, output = driver.run(*submit, RAY_AUTH_MODE="disabled")
-    assert code == 0, output
+    job = "dmuon-to-be-stopped"
+    command = [RAY, "job", "submit", "--working-dir", "."]
+    waits = ["--runtime-env-json", '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}']
+    entrypoint = ["--", "python", "jobs/train.py", run.job]
+    submit = partial(
+        subprocess.run, cwd=driver.REPOSITORY, env=env, capture_output=True, text=True, timeout=400
+    )
+    submit([*command, *waits, "--no-wait", "--submission-id", job, *entrypoint], check=True)
     deadline = time.monotonic() + 300
     while max(run.metrics(), default=0) < 13:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    job = json.loads((run.folder / "driver.json").read_text())["ray_job"]
-    assert job in output
-    subprocess.run([RAY, "job", "stop", job], env=env, check=True, capture_output=True, timeout=200)
+    assert json.loads((run.folder / "driver.json").read_text())["ray_job"] == job
+    submit([RAY, "job", "stop", job], check=True)
     (stopped,) = run.events("stopped")
     assert stopped["reason"] == "SIGTERM"
     assert stopped["checkpoint"] == stopped["step"] < driver.STEPS
     assert [event["exit_code"] for event in run.events("ended")] == [75]
 
-    code, output = driver.run(*submit, "--follow", RAY_AUTH_MODE="disabled")
-    assert code == 0, output
+    done = submit([*command, *entrypoint])
+    assert done.returncode == 0, done.stdout + done.stderr
     assert run.events("training_started")[-1]["step"] == stopped["step"]
     assert run.results() == undisturbed.results()
 
