@@ -1,13 +1,13 @@
 """The driver's watch over a training: who may train, with how many workers, and since when not."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from dmuon_platform import cluster
 from dmuon_platform.causes import Cause
-from dmuon_platform.elastic import NodeRoom, choose_workers, num_places, shortage
+from dmuon_platform.elastic import NodeRoom, choose_workers, num_leaving, num_places
 from dmuon_platform.errors import ClusterLost, GracefulStop, PlatformError
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.progress import ProgressView
@@ -15,18 +15,16 @@ from dmuon_platform.pulse import beat_period_s
 from dmuon_platform.ray_session import RayLost, RaySession
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stall import describe_stall
-from dmuon_platform.stop_request import After, StopFile, StopRequest
+from dmuon_platform.stop_request import After, StopFile, StopRequest, pause
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.supervisor import Planned
+from dmuon_platform.waiting import wait_for_room
 
 REFRESH_S = 0.5
 """Seconds between two looks at a training in motion."""
 
 ROOM_S = 5.0
 """Seconds between two looks at the machines of the cluster."""
-
-SETTLE_S = 5.0
-"""What an attempt that has ended had taken is free again after at most so long."""
 
 RETRY_S = 2.0
 """Seconds between two tries to reach a cluster, or to find room in it."""
@@ -80,7 +78,8 @@ class Driving:
         attempt = self._number
         try:
             self._connect()
-            outcome = self._attempt(attempt, *self._workers())
+            room = wait_for_room(self._spec, self._session, self.pause, self._view.say)
+            outcome = self._attempt(attempt, *room)
         except RayLost as lost:
             self._session.close(at_once=True)
             outcome = Cause(f"The connection to Ray is lost: {lost}.", "", is_loss=True)
@@ -100,15 +99,7 @@ class Driving:
         Raises:
             GracefulStop: Somebody does.
         """
-        deadline = time.monotonic() + seconds
-        while True:
-            request = self._stops.read(self._launch)
-            if request is not None and request.after == After.END:
-                raise GracefulStop(f"Stopped ({request.reason}). Run it again to go on.")
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            time.sleep(min(REFRESH_S, left_s))
+        pause(self._stops, self._launch, seconds)
 
     def _connect(self) -> None:
         self.pause(0)
@@ -130,33 +121,6 @@ class Driving:
                 if tries == 1:
                     self._view.say(f"waiting for the Ray cluster to come back: {problem}")
                 self.pause(RETRY_S)
-
-    def _workers(self) -> tuple[int, int]:
-        """Return with how many workers to go on, and how many used machines are leaving."""
-        started, has_said = time.monotonic(), False
-        while True:
-            nodes = self._session.room()
-            chosen = choose_workers(self._spec, num_places(self._spec, nodes))
-            waited_s = time.monotonic() - started
-            is_all = chosen == self._spec.fitting_workers[-1]
-            if chosen is not None and (is_all or waited_s > SETTLE_S):
-                return chosen, _num_leaving(nodes)
-            limit_s = self._spec.faults.node_wait_s
-            if self._is_own and not self._could_hold(nodes):
-                limit_s = 0.0  # nobody adds machines to it
-            if chosen is None and waited_s > limit_s:
-                raise PlatformError(
-                    f"{shortage(self._spec, nodes)} Waited {waited_s:.0f} s for them "
-                    f"(faults.node_wait_s = {limit_s:g})."
-                )
-            if chosen is None and waited_s > SETTLE_S and not has_said:
-                has_said = True
-                self._view.say(f"waiting for room: {shortage(self._spec, nodes)}")
-            self.pause(REFRESH_S if waited_s < SETTLE_S else RETRY_S)
-
-    def _could_hold(self, nodes: Sequence[NodeRoom]) -> bool:
-        places = num_places(self._spec, [node.emptied() for node in nodes])
-        return choose_workers(self._spec, places) is not None
 
     def _watch(self, watched: "_Watched") -> dict[str, Any] | Cause:
         while (outcome := self._session.look()) is None:
@@ -193,7 +157,7 @@ class Driving:
         watched.looked = time.monotonic()
         with suppress(RuntimeError):  # Ray could not tell now; should it be lost, `look` says so
             nodes = self._session.room()
-            if _num_leaving(nodes) > watched.leaving:
+            if num_leaving(nodes) > watched.leaving:
                 self._restart("a machine is about to leave the cluster")
             elif self._has_grown(nodes, watched):
                 self._restart("there is room for more workers")
@@ -253,7 +217,3 @@ class _Watched:
         self.newest_beat = 0.0
         self.asked: float | None = None
         self.roomy: float | None = None
-
-
-def _num_leaving(nodes: list[NodeRoom]) -> int:
-    return sum(node.is_leaving and node.is_used for node in nodes)

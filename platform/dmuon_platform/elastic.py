@@ -48,6 +48,11 @@ def num_places(spec: JobSpec, nodes: Sequence[NodeRoom]) -> int:
     return places
 
 
+def num_leaving(nodes: Sequence[NodeRoom]) -> int:
+    """Return how many machines of which something is taken are about to leave the cluster."""
+    return sum(node.is_leaving and node.is_used for node in nodes)
+
+
 def choose_workers(spec: JobSpec, places: int) -> int | None:
     """Return with how many workers to go on, None if there is no room for the fewest.
 

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.stop_request import StopFile, pause
 from dmuon_platform.stop_signals import StopSignals
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, Supervisor, unfinished_failures
 from dmuon_platform.tracking import Tracker, deliver_pending
+from dmuon_platform.waiting import wait_for_room
 
 DATA_FOLDER = "data"
 """Prepared datasets lie beside the runs, since runs share them."""
@@ -74,9 +77,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         _stop_signals(spec, lease, console) as signals,
         RaySession(spec) as session,
     ):
-        info = session.prepare(spec.run_dir.parent / DATA_FOLDER)
-        check_size(info, spec.train.global_batch_size)
-        preflight.record_job(spec)
+        info = _prepare(spec, session, lease, console)
         with Tracker(spec, _facts(spec, info)) as tracker:
             with ProgressView(spec, console) as view, signals.training():
                 driving = Driving(spec, session, view, lease.launch, _told(spec, info))
@@ -87,6 +88,18 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     summary = summary.delivered(delivery, spec.export.alias)
     _say(console, summary.text())
     return summary
+
+
+def _prepare(
+    spec: JobSpec, session: RaySession, lease: DriverLease, console: Console
+) -> DatasetInfo:
+    """Wait for room in the cluster, which preparing the data needs too, and prepare it."""
+    listen = partial(pause, StopFile(spec.run_dir), lease.launch)
+    wait_for_room(spec, session, listen, partial(_say, console), settle_s=0.0)
+    info = session.prepare(spec.run_dir.parent / DATA_FOLDER)
+    check_size(info, spec.train.global_batch_size)
+    preflight.record_job(spec)
+    return info
 
 
 def _ray_job() -> str | None:

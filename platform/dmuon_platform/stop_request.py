@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_platform.durable_file import read_object, write_whole
+from dmuon_platform.errors import GracefulStop
 
 STOP_FILE = "stop.json"
+
+LOOK_S = 0.5
+"""Seconds between two looks at it."""
 
 
 class After(StrEnum):
@@ -111,6 +115,23 @@ class StopFile:
         except FileNotFoundError:
             return False
         return True
+
+
+def pause(file: StopFile, launch: str, seconds: float) -> None:
+    """Wait, unless somebody asks a launch to end.
+
+    Raises:
+        GracefulStop: Somebody does.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        request = file.read(launch)
+        if request is not None and request.after == After.END:
+            raise GracefulStop(f"Stopped ({request.reason}). Run it again to go on.")
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(LOOK_S, left_s))
 
 
 def _json(request: StopRequest) -> str:
