@@ -187,3 +187,28 @@ def test_room_is_waited_for_and_a_machine_that_is_drained_is_left_with_a_checkpo
     assert [event["step"] for event in run.events("training_started")] == [0, stopped["step"]]
     assert not run.events("restarted")
     assert run.results() == undisturbed.results()
+
+
+def test_a_cluster_that_is_gone_ends_the_run_with_75_and_on_another_it_goes_on(
+    machines, reference, text, tmp_path
+):
+    undisturbed, _ = reference
+    run = driver.make_run(tmp_path, text)
+    machines.add()
+    process = driver.start(
+        *("run", run.job, "--address", machines.address, "--set", "faults.node_wait_s=4"),
+        RAY_AUTH_MODE="disabled",
+        RAY_gcs_rpc_server_reconnect_timeout_s="5",
+    )
+    driver.wait_until(lambda: max(run.metrics(), default=0) >= 13, process)
+    machines.close()
+    code, output = driver.finish(process)
+    assert code == 75, output
+    assert "The cluster is gone" in output
+    assert "faults.node_wait_s = 4" in output
+    assert run.events("restarted")[-1]["is_loss"]
+
+    code, output = driver.run("run", run.job)
+    assert code == 0, output
+    assert run.events("training_started")[-1]["step"] >= 10
+    assert run.results() == undisturbed.results()
