@@ -142,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="dmuon",
         description="Train language models with Muon on many machines: a job file in, a trained, "
         "tracked and registered model out.",
-        epilog="Exit codes: 0 done, 75 stopped on request or the cluster is gone (run again to go on), 78 the job is "
-        "wrong, 86 diverged, 70 a bug, 1 gave up.",
+        epilog="Exit codes: 0 done, 75 stopped on request or the cluster is gone (run again to go "
+        "on), 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a job here, or go on with it")
