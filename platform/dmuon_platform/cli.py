@@ -114,6 +114,18 @@ def _schema(_arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _chaos(arguments: argparse.Namespace) -> int:
+    from dmuon_platform import chaos
+
+    return chaos.run(arguments)
+
+
+def _bench_recovery(arguments: argparse.Namespace) -> int:
+    from dmuon_platform import recovery_bench
+
+    return recovery_bench.run(arguments)
+
+
 def _on_run(action: str) -> Command:
     def act(arguments: argparse.Namespace) -> int:
         from dmuon_platform import run_commands
@@ -153,10 +165,15 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--follow", action="store_true", help="show its output until it ends")
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
-    for command in (run, submit, validate):
+    chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
+    _add_chaos(chaos)
+    bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
+    bench.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
+    for command in (run, submit, validate, chaos, bench):
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
         command.add_argument("--set", **SETTINGS)
     actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
+    actions |= {chaos: _chaos, bench: _bench_recovery}
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
@@ -164,6 +181,15 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_command(name, commands.add_parser(name, help=text))
     _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
     return parser
+
+
+def _add_chaos(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit codes: 0 every claim holds, 1 one does not; see what is printed."
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="begin no round after them; default: 10"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
+    parser.add_argument("--faults", type=int, default=6, help="in one round; default: 6")
 
 
 def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:

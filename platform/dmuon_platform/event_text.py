@@ -19,7 +19,7 @@ _SENTENCES = {
     "again: {problem}",
     "checkpoint_damaged": "{damage}; it is passed over",
     "restarted": "restart after step {step}: {cause}",
-    "fault_injected": "injected on purpose: {fault} in step {step} on rank {rank}",
+    "fault_injected": "injected on purpose: {fault} in step {step} on {on}",
     "update_dropped": "the update of step {step} was dropped: loss {loss}, gradient norm "
     "{grad_norm}",
     "rolled_back": "went back from step {step} to {to_step} (loss {loss}, gradient norm "

@@ -89,7 +89,7 @@ class Strikes:
             attempt=self._attempt,
             fault=str(fault.kind),
             step=step,
-            rank=self._rank,
+            on=f"rank {self._rank}",
         )
 
     def _path(self, fault: InjectedFault, number: int) -> Path:

@@ -28,11 +28,22 @@ class Record:
         self._spool = MetricsSpool(spec.run_dir) if place.is_first else None
         self._journal = Journal(spec.run_dir) if place.is_first else None
 
-    def started(self, step: int, plan: Any) -> None:
-        """Note where this attempt starts and which processes it is. Collective."""
+    def started(self, step: int, plan: Any, restore_s: float) -> None:
+        """Note where this attempt starts and which processes it is. Collective.
+
+        Args:
+            step: Optimizer steps done.
+            plan: Who owns what.
+            restore_s: Seconds that reading the checkpoint took.
+        """
         workers = self._place.gather({"host": socket.gethostname(), "pid": os.getpid()})
         if self._journal is not None:
-            facts = {"step": step, "workers": workers, "plan": plan.to_dict()}
+            facts = {
+                "step": step,
+                "restore_s": restore_s,
+                "workers": workers,
+                "plan": plan.to_dict(),
+            }
             self._journal.note("training_started", attempt=self.attempt, **facts)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from dmuon_platform.event_facts import clock
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_state import Restart, RunState, Worker
+from dmuon_platform.text_table import text_table
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
@@ -21,8 +22,8 @@ def report(run: RunState, now: float) -> str:
 
 def table(runs: Sequence[RunState], now: float) -> str:
     """Return many runs as a table, one a line."""
-    rows = [("NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "CHECKPOINT", "RESTARTS", "SEEN")]
-    rows += [
+    header = ("NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "CHECKPOINT", "RESTARTS", "SEEN")
+    rows = [
         (
             run.name,
             str(run.state),
@@ -35,9 +36,7 @@ def table(runs: Sequence[RunState], now: float) -> str:
         )
         for run in runs
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(r, widths, strict=True)] for r in rows]
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    return text_table(header, rows)
 
 
 def plain(run: RunState, now: float) -> dict[str, Any]:

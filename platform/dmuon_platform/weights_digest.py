@@ -1,8 +1,8 @@
 """One number for all weights of a model: equal where every bit is."""
 
 import hashlib
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from safetensors import safe_open
@@ -17,6 +17,19 @@ def digest_of_checkpoint(checkpoint: Checkpoint) -> str:
 
     It depends neither on the ranks that wrote the checkpoint nor on its files.
     """
+    with _weights(checkpoint) as (names, read):
+        return weights_digest(names, read)
+
+
+def nonfinite_in(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of a checkpoint's weights that are infinite or not a number."""
+    with _weights(checkpoint) as (names, read):
+        return [name for name in names if not torch.isfinite(read(name)).all()]
+
+
+@contextmanager
+def _weights(checkpoint: Checkpoint) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    """Give the names of all weights, and what reads one."""
     manifest = checkpoint.manifest
     with ExitStack() as stack:
         reader_of = {}
@@ -29,7 +42,7 @@ def digest_of_checkpoint(checkpoint: Checkpoint) -> str:
             kept = manifest.tied.get(name, name)
             return reader_of[kept].get_tensor(kept)
 
-        return weights_digest([*reader_of, *manifest.tied], read)
+        yield [*reader_of, *manifest.tied], read
 
 
 def weights_digest(names: Iterable[str], read: Callable[[str], Tensor]) -> str:

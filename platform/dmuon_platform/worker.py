@@ -1,5 +1,6 @@
 """What every worker runs: read this file first to see how a training goes."""
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ def train(
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint, to the last step or to a request to stop. Collective."""
     arm(spec, training, saving, record)
+    begun = time.monotonic()
     step = saving.restore(training)
+    restore_s = time.monotonic() - begun
     setbacks = Setbacks(spec, training, saving, record)
     setbacks.recall(step)
     metrics: dict[str, float] = {}
-    record.started(step, plan)
+    record.started(step, plan, restore_s)
     while step < spec.num_steps:
         pulse.at(Phase.DATA, step)
         metrics = next_step(training, saving, step, stop=pulse.should_stop)

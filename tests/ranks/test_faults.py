@@ -85,7 +85,7 @@ def test_a_fault_ends_an_attempt_once_and_the_next_one_comes_to_the_same_weights
     assert losses(spec) == losses(undisturbed)
     (event,) = events(spec, "fault_injected")
     assert (event["fault"], event["attempt"]) == (fault["kind"], 1)
-    assert event["rank"] == fault.get("rank", 0)
+    assert event["on"] == f"rank {fault.get('rank', 0)}"
     starts = [event["step"] for event in events(spec, "training_started")]
     is_corrupt = fault["kind"] == "corrupt_checkpoint"
     assert starts == [0, saved[-2 if is_corrupt else -1]]
@@ -118,8 +118,8 @@ def test_faults_that_nothing_ends_by_leave_no_trace_in_the_result(undisturbed, t
     assert failed["step"] == 8
     assert "File too large" in failed["problem"]
     assert [each.step for each in CheckpointStore(spec.run_dir).list()] == [4, 12]
-    injected = sorted((e["fault"], e["rank"]) for e in events(spec, "fault_injected"))
-    assert injected == [("save_error", 1), ("slow", 0), ("slow", 1)]
+    injected = sorted((e["fault"], e["on"]) for e in events(spec, "fault_injected"))
+    assert injected == [("save_error", "rank 1"), ("slow", "rank 0"), ("slow", "rank 1")]
 
 
 def test_a_sigterm_on_purpose_stops_the_run_with_a_checkpoint(tmp_path):

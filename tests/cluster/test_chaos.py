@@ -1,0 +1,39 @@
+"""A short chaos, as a user runs it, and the times from its faults to the next step."""
+
+import pytest
+from cluster import driver
+from dmuon_platform.events import Journal
+from dmuon_platform.recoveries import recoveries
+
+pytestmark = pytest.mark.cluster
+
+SEED = 246
+"""Draws the kinds below."""
+
+KINDS = {"freeze", "kill_driver", "kill_during_save", "save_error"}
+
+
+def test_a_job_survives_a_seeded_chaos_and_comes_to_the_weights_of_the_undisturbed_run(
+    text, tmp_path
+):
+    job = driver.make_run(tmp_path, text).job
+    code, output = driver.run(
+        "chaos", job, "--minutes", "0.01", "--seed", SEED, "--faults", len(KINDS)
+    )
+    assert code == 0, output
+    assert "1 rounds, 0 claims that do not hold." in output
+    assert output.count("\nok ") == 7
+    folder = tmp_path / "runs" / f"small-chaos-{SEED}-1"
+    events = Journal(folder).read()
+    assert {event["fault"] for event in events if event["kind"] == "fault_injected"} == KINDS
+    steps = [(r["step"], r["time"]) for r in driver.Run(job, folder).lines("metrics.jsonl")]
+    found = recoveries(events, steps)
+    assert {each.fault for each in found} == KINDS - {"save_error"}
+    assert all(
+        min(each.detection_s, each.restart_s, each.restore_s, each.first_step_s) > 0
+        for each in found
+    )
+
+    again, output = driver.run("chaos", job, "--seed", SEED)  # would go on with what is there
+    assert again == 78
+    assert "give another --seed" in output
