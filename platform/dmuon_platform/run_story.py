@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dmuon_platform.event_facts import whole
 from dmuon_platform.spool import Continuation
 
 Events = Sequence[Mapping[str, Any]]
@@ -42,7 +43,8 @@ def _setbacks(events: Events) -> dict[str, int]:
     """Count the updates that were dropped, each step once, and the batches left out."""
     dropped = {event.get("step") for event in events if event["kind"] == DROPPED}
     rolled = [event for event in events if event["kind"] == ROLLED_BACK]
-    left_out = sum(event["last_batch"] - event["first_batch"] + 1 for event in rolled)
+    windows = [(whole(event, "first_batch"), whole(event, "last_batch")) for event in rolled]
+    left_out = sum(b - a + 1 for a, b in windows if a is not None and b is not None)
     counts = {"dropped_updates": len(dropped), "roll_backs": len(rolled)}
     if rolled:
         counts["batches_left_out"] = left_out
