@@ -2,7 +2,7 @@
 
 Run as ``python ending_program.py RANK STORE FOLDER HOW`` on two ranks. ``HOW``:
 
-- ``returns``: both ranks return at once, while rank 1 still writes.
+- ``returns``: both ranks destroy the groups and return at once, while rank 1 still writes.
 - ``returns alone``: rank 0 returns, while rank 1 is stopped in the middle of its writing.
 - ``raises``: the same, but rank 0 ends with an exception.
 - ``raises to a peer``: rank 0 ends with an exception while it writes, rank 1 waits for the save.
@@ -49,6 +49,7 @@ def main(rank: int, store: str, folder: Path, how: str) -> None:
     dist.barrier()
     if how == "returns":
         threading.Timer(1.0, may_write.set).start()
+        dist.destroy_process_group()  # as scripts should
     elif rank == 0 and how.startswith("raises"):
         background.AFTER_ERROR_S = 1.0
         raise ValueError("the training has failed")

@@ -14,33 +14,34 @@ AFTER_ERROR_S = 60.0
 _POLL_S = 0.2
 
 
-def run_beside(
-    work: Callable[[], None], is_over: threading.Event, name: str, timeout_s: float
-) -> None:
+def run_beside(work: Callable[[], None], name: str, timeout_s: float) -> None:
     """Start ``work`` beside the main thread.
 
     Args:
-        work: sets ``is_over`` at its end.
-        is_over: the process may end.
+        work: raises nothing.
         name: of the thread, and of what is lost when the process cannot wait any longer.
-        timeout_s: from the end of the main thread; after an error there, `AFTER_ERROR_S` if that
-            is less.
+        timeout_s: from the end of the main thread; after an exception that nobody caught there,
+            `AFTER_ERROR_S` if that is less. A child of ``multiprocessing`` catches its own, so
+            nothing here tells that it has failed.
     """
-    threading.Thread(target=work, name=name, daemon=True).start()
-    args = (is_over, name, timeout_s)
+    worker = threading.Thread(target=work, name=name, daemon=True)
+    worker.start()
+    args = (worker, timeout_s)
     threading.Thread(target=_keep_alive, args=args, name=f"end of {name}").start()
 
 
-def _keep_alive(is_over: threading.Event, name: str, timeout_s: float) -> None:
-    """Return when the interpreter may end."""
+def _keep_alive(worker: threading.Thread, timeout_s: float) -> None:
+    """Return when the interpreter may end: the thread is gone, or there is no more time."""
     while threading.main_thread().is_alive():
-        if is_over.wait(_POLL_S):
+        worker.join(_POLL_S)
+        if not worker.is_alive():
             return
     has_failed = getattr(sys, "last_value", None) is not None  # set for what nobody caught
     limit_s = min(timeout_s, AFTER_ERROR_S) if has_failed else timeout_s
-    if not is_over.wait(limit_s):
+    worker.join(limit_s)
+    if worker.is_alive():
         warnings.warn(
-            f"{name} was not finished within {limit_s:g} s of the end of the program, so it was "
-            "given up; another rank may hang",
+            f"{worker.name} was not finished within {limit_s:g} s of the end of the program, so it "
+            "was given up; another rank may hang",
             stacklevel=1,
         )

@@ -75,12 +75,10 @@ class SaveHandle:
         try:
             if self._error is not None and warns:
                 warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)
-        finally:  # the last thing: now the process may end
+        finally:
             self._is_over.set()
 
     def _run_beside(self, work: Work, timeout: timedelta) -> None:
         """Do it in a thread, for which a process that ends waits, for so long at most."""
         name = f"the checkpoint {self.path}"
-        run_beside(
-            partial(self._run, work, warns=True), self._is_over, name, timeout.total_seconds()
-        )
+        run_beside(partial(self._run, work, warns=True), name, timeout.total_seconds())
