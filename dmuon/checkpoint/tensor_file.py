@@ -130,10 +130,10 @@ class TensorFile:
         begin, shape = _part(name, span, rows)
         if tuple(target.shape) != shape:
             raise SetupError(f"{name} has shape {shape} there, {tuple(target.shape)} here")
-        is_like_file = target.device.type == "cpu" and target.dtype == span.facts.torch_dtype
-        if not is_like_file or not target.is_contiguous():
+        if not _lies_as_in_file(target, span.facts):
             target.copy_(self.read(name, rows))
             return
+        torch.autograd.graph.increment_version(target)  # as whatever writes into a tensor does
         left = _bytes_of(target)
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -145,6 +145,11 @@ class TensorFile:
                     left = left[count:]
         except OSError as error:
             raise DamagedCheckpointError(self.path, f"{name} cannot be read: {error}") from error
+
+
+def _lies_as_in_file(tensor: Tensor, facts: TensorFacts) -> bool:
+    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.device.type == "cpu" and tensor.dtype == facts.torch_dtype
 
 
 def _part(name: str, span: Span, rows: slice | None) -> tuple[int, tuple[int, ...]]:

@@ -125,6 +125,19 @@ def test_memory_layout_and_chunk_size_do_not_matter(path, monkeypatch, chunk):
         assert torch.equal(theirs[name], tensor), name
 
 
+def test_values_are_read_to_where_they_belong_whatever_the_memory_layout(path):
+    tensors = {name: tensor for name, tensor in strided().items() if name != "expanded"}
+    expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    write(path, tensors)
+    file = TensorFile(path)
+    for name, tensor in tensors.items():
+        target = tensor.detach().zero_()
+        version = target._version
+        file.read_into(target, name)
+        assert torch.equal(target, expected[name]), name
+        assert target._version > version, name  # autograd and a save beside it must see it
+
+
 @pytest.mark.parametrize("chunk", [24, 100])
 def test_no_piece_is_larger_than_a_chunk(path, monkeypatch, chunk):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk)
