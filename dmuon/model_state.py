@@ -216,10 +216,10 @@ def _load_symmetric(target: Any, value: Any) -> None:
 
 
 def _load_parcel(parcel: Parcel, courier: Courier) -> None:
-    for index, param in enumerate(parcel.params):
+    for param in parcel.params:
         held = [name for name in (param.name, *param.aliases) if name in courier.described]
         if not held:
             continue
         value = courier.fetch(held[-1])  # as load_state_dict, which goes through all in order
         if parcel.master is not None:
-            parcel.views(parcel.master)[index].copy_(value)
+            parcel.view(parcel.master, param).copy_(value)

@@ -136,8 +136,8 @@ def _get_dedicated(
             parts = {"momentum_buffer": momentum}
             if any(param.dtype != MASTER_DTYPE for param in parcel.params):
                 parts["master_weight"] = parcel.gather_full(parcel.master)
-            for index, param in enumerate(parcel.params if keep else ()):
-                entry = {k: parcel.views(flat)[index] for k, flat in parts.items()}
+            for param in parcel.params if keep else ():
+                entry = {k: parcel.view(flat, param) for k, flat in parts.items()}
                 if param.name not in have_momentum:
                     del entry["momentum_buffer"]
                 if entry:
@@ -310,7 +310,7 @@ def _set_symmetric(optimizer: Muon, name: str, param: nn.Parameter, courier: Cou
 
 
 def _set_parcel(optimizer: Muon, parcel: Parcel, courier: Courier) -> None:
-    for index, param in enumerate(parcel.params):
+    for param in parcel.params:
         values = {
             key: courier.fetch(f"dedicated/{param.name}/{key}")
             for key in _PARTS
@@ -319,7 +319,7 @@ def _set_parcel(optimizer: Muon, parcel: Parcel, courier: Courier) -> None:
         if parcel.master is None:
             continue
         if "master_weight" in values:
-            parcel.views(parcel.master)[index].copy_(values["master_weight"])
+            parcel.view(parcel.master, param).copy_(values["master_weight"])
         optimizer.state.pop(param.param, None)
         if "momentum_buffer" in values:
             momentum = values["momentum_buffer"].detach()

@@ -6,6 +6,7 @@ dtype is float32 the owner's wire is its master, so nothing is copied or kept tw
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,9 @@ class Parcel:
         self.route = route
         self.dtype = dtype
         self.device = device
-        self.numel = sum(param.numel for param in params)
+        ends = list(accumulate(param.numel for param in params))
+        self._spans = dict(zip(params, pairwise([0, *ends]), strict=True))
+        self.numel = ends[-1]
         self.master: torch.Tensor | None = None
         self._wire: torch.Tensor | None = None
         self._shown: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # a wire, its views
@@ -44,6 +47,11 @@ class Parcel:
         """One view into ``flat`` a parameter, each of its full shape."""
         pieces = flat[: self.numel].split([param.numel for param in self.params])
         return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+
+    def view(self, flat: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+        """The one of `views` that is of ``param``."""
+        begin, end = self._spans[param]
+        return flat[begin:end].view(param.shape)
 
     def adopt(self, values: Sequence[torch.Tensor]) -> None:
         """Take ``values`` as the weights this rank keeps; a rank that keeps none drops them.

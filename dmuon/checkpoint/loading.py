@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon import dedication as dedications
+from dmuon import torch_internals
 from dmuon.call_order import Call
 from dmuon.checkpoint.content import (
     MODEL,
@@ -65,6 +66,7 @@ class LoadedCheckpoint:
 
 
 @torch.no_grad()
+@torch_internals.outside_inference_mode()
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -260,6 +262,8 @@ class _Loading:
             )
         if isinstance(entry, PlainEntry | ShardedEntry) and entry.value.is_meta:
             problems.append(f"{name}: is on the meta device; call model.to_empty(device=...) first")
+        if isinstance(entry, PlainEntry) and _is_expanded(entry.value):
+            problems.append(f"{name}: is expanded here, so it cannot be filled; clone() it first")
         return problems
 
     def _optimizer_misfits(self, optimizer: Muon) -> list[str]:
@@ -373,8 +377,7 @@ class _Loading:
             self._read_into(momentum, name)
             self.optimizer.state[entry.param.param] = {"momentum_buffer": momentum}
         else:
-            place = entry.parcel.params.index(entry.param)
-            self._read_into(entry.parcel.views(entry.parcel.master)[place], name)
+            self._read_into(entry.parcel.view(entry.parcel.master, entry.param), name)
 
     def _fill(self, target: torch.Tensor, name: str) -> None:
         """Read into ``target`` what this rank holds of it."""
@@ -405,6 +408,13 @@ class _Loading:
         for group, saved in self._paired_groups(optimizer) or ():
             group.update(live_group(saved))
         optimizer.num_steps = facts.num_steps
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    """Whether several elements are one place in memory."""
+    if value.layout != torch.strided:
+        return False
+    return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
 
 
 def _attempt(do: Callable[[], None]) -> str | None:

@@ -226,6 +226,22 @@ def test_reading_that_fails_halfway_on_one_rank_is_told_to_all(tmp_path: Path) -
     run_ranks(NUM_RANKS, body)
 
 
+def test_a_buffer_that_cannot_be_filled_is_named_before_anything_changes(tmp_path: Path) -> None:
+    write(tmp_path)
+
+    def add_buffer(model: nn.Module) -> None:
+        model.register_buffer("mask", torch.ones(3, 1).expand(3, 4))
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(seed=1, change=add_buffer)
+        save_checkpoint(tmp_path / "expanded", model, optimizer)
+        expect_refused("mask: is expanded here", tmp_path / "expanded", model, optimizer)
+        model.register_buffer("mask", model.mask.clone())
+        load_checkpoint(tmp_path / "expanded", model, optimizer)
+
+    run_ranks(NUM_RANKS, body)
+
+
 def test_a_model_without_values_is_not_saved_but_filled(tmp_path: Path) -> None:
     expected = write(tmp_path)["model"]
 
