@@ -15,7 +15,7 @@ _POLL_S = 0.2
 
 
 def run_beside(work: Callable[[], None], name: str, timeout_s: float) -> None:
-    """Start ``work`` beside the main thread.
+    """Start ``work`` beside the main thread, or do it here where no thread can be started.
 
     Args:
         work: raises nothing.
@@ -25,9 +25,16 @@ def run_beside(work: Callable[[], None], name: str, timeout_s: float) -> None:
             nothing here tells that it has failed.
     """
     worker = threading.Thread(target=work, name=name, daemon=True)
-    worker.start()
     args = (worker, timeout_s)
-    threading.Thread(target=_keep_alive, args=args, name=f"end of {name}").start()
+    keeper = threading.Thread(target=_keep_alive, args=args, name=f"end of {name}")
+    try:
+        worker.start()
+        keeper.start()
+    except RuntimeError:  # no more threads, though the other ranks count on this one
+        if worker.ident is None:
+            work()
+        else:
+            worker.join()
 
 
 def _keep_alive(worker: threading.Thread, timeout_s: float) -> None:

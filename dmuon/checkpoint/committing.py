@@ -14,7 +14,7 @@ from dmuon.checkpoint.assignment import SECTIONS, Assignment, section_of
 from dmuon.checkpoint.content import MODEL, Entry
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
-from dmuon.checkpoint.gathering import Scattered, exchange
+from dmuon.checkpoint.gathering import Exchange, Scattered
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
 from dmuon.checkpoint.manifest import Manifest, verify, write_manifest
 from dmuon.checkpoint.meeting import Meeting
@@ -67,11 +67,16 @@ class Work:
     is_beside: bool
     has_lost_group: bool = False
     _failure: str | None = None
+    _exchange: Exchange | None = None
 
     def take(self) -> None:
         """Copy what training will change; what goes wrong is told to all in `commit`. Local."""
         take = self.snapshot.take if self.is_beside else self.snapshot.share
         _, self._failure = self._attempt(take)
+
+    def _make_room(self) -> None:
+        if self.group is not None:
+            self._exchange = Exchange(self.group, self.scattered)
 
     def commit(self) -> Manifest:
         """After `take`: write this rank's files; on the first rank then the manifest.
@@ -95,14 +100,20 @@ class Work:
             ) from error
         finally:
             self.snapshot.values.clear()
+            self._exchange = None
+            if self.ready.begun is not None:
+                self.ready.begun.mark.close()  # nothing is going on there any more
         if manifest is None:
             raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
         return manifest
 
     def _commit(self, meeting: Meeting) -> tuple[Manifest | None, list[str]]:
-        everyones = meeting.tell_all(({}, self._failure))
+        failure = self._failure or self._attempt(self._make_room)[1]
+        everyones = meeting.tell_all(({}, failure))
         if not any(text for _, text in everyones):
-            exchange(self.group, self.scattered, self.snapshot.values)
+            if self._exchange is not None:
+                self._exchange.run(self.snapshot.values)
+                self._exchange = None
             written, failure = self._attempt(self._write_mine, meeting.rank)
             everyones = meeting.tell_all((written, failure))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyones) if text]

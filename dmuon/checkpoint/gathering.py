@@ -116,27 +116,83 @@ def is_in_rows(value: DTensor) -> bool:
     return isinstance(last, Shard) and last.dim == 0 and all(p.is_replicate() for p in others)
 
 
-def exchange(
-    group: dist.ProcessGroup | None,
-    scattered: Sequence[Scattered],
-    values: dict[str, torch.Tensor],
-) -> None:
-    """Bring each tensor to its writer. Collective over the group.
+class Exchange:
+    """Brings each tensor to its writer. Local; it takes all memory that it needs.
+
+    A rank that has none says so before the others count on it in a collective.
 
     Args:
-        group: of all ranks, for host memory; None for one rank alone, who has everything.
+        group: of all ranks, for host memory.
         scattered: equal on all ranks, in one order.
-        values: the shards of this rank by key, which are dropped when they are sent; then the
-            whole tensors that it writes.
     """
-    if group is None:
-        return
-    wholes = {
-        each.key: empty(each.shape, each.dtype) for each in scattered if each.writer == group.rank()
-    }
-    for pieces in _exchanges(scattered):
-        _exchange(group, pieces, values, wholes)
-    values.update(wholes)
+
+    def __init__(self, group: dist.ProcessGroup, scattered: Sequence[Scattered]) -> None:
+        self._group = group
+        self._rounds = list(_rounds(scattered))
+        self._wholes = {
+            each.key: empty(each.shape, each.dtype)
+            for each in scattered
+            if each.writer == group.rank()
+        }
+        most = max((_num_bytes(pieces) for pieces in self._rounds), default=0)
+        self._sent, self._received = (empty([most], torch.uint8) for _ in range(2))
+
+    def run(self, values: dict[str, torch.Tensor]) -> None:
+        """Do it. Collective over the group.
+
+        Args:
+            values: the shards of this rank by key, which are dropped when they are sent; then the
+                whole tensors that it writes.
+        """
+        for pieces in self._rounds:
+            self._run_round(pieces, values)
+        values.update(self._wholes)
+
+    def _run_round(self, pieces: list[Piece], shards: dict[str, torch.Tensor]) -> None:
+        """Send my bytes of ``pieces`` to their writers, and put what comes where it belongs.
+
+        Collective over the group.
+        """
+        outgoing, incoming = self._outgoing(pieces, shards), self._incoming(pieces)
+        send_sizes = [sum(part.numel() for part in parts) for parts in outgoing]
+        receive_sizes = [sum(part.numel() for part in parts) for parts in incoming]
+        sent = self._sent[: sum(send_sizes)]
+        received = self._received[: sum(receive_sizes)]
+        mine = [part for parts in outgoing for part in parts]
+        for room, part in zip(sent.split([p.numel() for p in mine]), mine, strict=True):
+            room.copy_(part)
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self._group)
+        targets = [target for parts in incoming for target in parts]
+        for target, part in zip(targets, received.split([t.numel() for t in targets]), strict=True):
+            target.copy_(part)
+        for piece in pieces:
+            first, end = piece.of.spans[0]
+            if piece.end == end - first:
+                shards.pop(piece.of.key, None)
+
+    def _outgoing(
+        self, pieces: list[Piece], shards: Mapping[str, torch.Tensor]
+    ) -> list[list[torch.Tensor]]:
+        """What goes to each rank."""
+        me = self._group.rank()
+        parts: list[list[torch.Tensor]] = [[] for _ in range(self._group.size())]
+        for piece in pieces:
+            if me in piece.of.senders:
+                part = _bytes(shards[piece.of.key])[piece.start : piece.end]
+                parts[piece.of.writer].append(part)
+        return parts
+
+    def _incoming(self, pieces: list[Piece]) -> list[list[torch.Tensor]]:
+        """Where what comes from each rank belongs."""
+        me = self._group.rank()
+        parts: list[list[torch.Tensor]] = [[] for _ in range(self._group.size())]
+        for piece in pieces:
+            each = piece.of
+            if each.writer == me:
+                whole = _bytes(self._wholes[each.key])
+                for sender, (first, end) in zip(each.senders, each.spans, strict=True):
+                    parts[sender].append(whole[first:end][piece.start : piece.end])
+        return parts
 
 
 def _add_owned(snapshot: Snapshot, entry: OwnedEntry, optimizer: Muon | None) -> None:
@@ -146,11 +202,11 @@ def _add_owned(snapshot: Snapshot, entry: OwnedEntry, optimizer: Muon | None) ->
         snapshot.add(entry.key, value, entry.dtype)
         return
     assert entry.parcel.master is not None  # it is written by its owner
-    value = entry.parcel.views(entry.parcel.master)[entry.parcel.params.index(entry.param)]
+    value = entry.parcel.view(entry.parcel.master, entry.param)
     snapshot.add(entry.key, value, entry.dtype, entry.param.param)
 
 
-def _exchanges(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
+def _rounds(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
     """Pieces in order, as many together as fit into the buffer."""
     together: list[Piece] = []
     used = 0
@@ -160,7 +216,7 @@ def _exchanges(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
         step = max(1, EXCHANGE_BYTES // num_shards)
         for start in range(0, end - first, step):
             piece = Piece(each, start, min(start + step, end - first))
-            size = (piece.end - piece.start) * num_shards
+            size = _num_bytes([piece])
             if together and used + size > EXCHANGE_BYTES:
                 yield together
                 together, used = [], 0
@@ -170,42 +226,9 @@ def _exchanges(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
         yield together
 
 
-def _exchange(
-    group: dist.ProcessGroup,
-    pieces: list[Piece],
-    shards: dict[str, torch.Tensor],
-    wholes: dict[str, torch.Tensor],
-) -> None:
-    """Send my bytes of ``pieces`` to their writers, and put what comes where it belongs.
-
-    Collective over the group.
-    """
-    me = group.rank()
-    to_writer: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
-    from_sender: list[list[torch.Tensor]] = [[] for _ in range(group.size())]
-    for piece in pieces:
-        each = piece.of
-        if me in each.senders:
-            part = _bytes(shards[each.key])[piece.start : piece.end]
-            to_writer[each.writer].append(part.cpu())
-        if each.writer == me:
-            whole = _bytes(wholes[each.key])
-            for sender, (first, end) in zip(each.senders, each.spans, strict=True):
-                from_sender[sender].append(whole[first:end][piece.start : piece.end])
-    parts = [part for parts in to_writer for part in parts]
-    sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    send_sizes = [sum(part.numel() for part in parts) for parts in to_writer]
-    receive_sizes = [sum(part.numel() for part in parts) for parts in from_sender]
-    del parts, to_writer
-    received = sent.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    targets = [target for parts in from_sender for target in parts]
-    for target, part in zip(targets, received.split([t.numel() for t in targets]), strict=True):
-        target.copy_(part)
-    for piece in pieces:
-        first, end = piece.of.spans[0]
-        if piece.end == end - first:
-            shards.pop(piece.of.key, None)
+def _num_bytes(pieces: Iterable[Piece]) -> int:
+    """Of all shards together, at most."""
+    return sum((piece.end - piece.start) * len(piece.of.senders) for piece in pieces)
 
 
 def _senders(group: dist.ProcessGroup, mesh: DeviceMesh, writer: int) -> list[int]:

@@ -71,12 +71,18 @@ class SaveHandle:
             self._error = error
         except Exception as error:  # whatever it is, `wait` must tell
             self._error = CheckpointError(self.path, f"{type(error).__name__}: {error}")
-        self._has_lost_group = work.has_lost_group
-        try:
-            if self._error is not None and warns:
-                warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)
+        except BaseException as error:  # such as Ctrl-C, which the caller hears of by itself
+            self._error = CheckpointError(self.path, f"interrupted by {type(error).__name__}")
+            self._was_raised = True
+            work.has_lost_group = True  # the others may be halfway through a collective
+            raise
         finally:
-            self._is_over.set()
+            self._has_lost_group = work.has_lost_group
+            try:
+                if self._error is not None and warns:
+                    warnings.warn(f"no checkpoint was made: {self._error}", stacklevel=1)
+            finally:  # now the next save may begin
+                self._is_over.set()
 
     def _run_beside(self, work: Work, timeout: timedelta) -> None:
         """Do it in a thread, for which a process that ends waits, for so long at most."""

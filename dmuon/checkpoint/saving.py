@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dmuon import dedication as dedications
+from dmuon import torch_internals
 from dmuon.call_order import Call
 from dmuon.checkpoint.assignment import Item, assign
 from dmuon.checkpoint.committing import Ready, Work
@@ -96,7 +97,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
 
     Args:
         path: a folder, no URL, that does not exist or is empty, on storage all ranks share. What a
-            save left there that was killed is moved beside it, with a warning on the first rank.
+            save left there that was killed is moved beside it, with a warning on the first rank. A
+            folder in which another save is going on is refused, where the storage has locks.
         model: as given to ``dedicate_params``.
         optimizer: its ``dmuon.Muon``; None saves weights alone.
         step: optimizer steps done; by default what the optimizer has counted.
@@ -151,6 +153,7 @@ class _Given:
 
 
 @torch.no_grad()
+@torch_internals.outside_inference_mode()
 def _prepare(
     folder: Path,
     dedication: Dedication,

@@ -1,9 +1,11 @@
 """The folder of a save until its manifest is there, and what a save leaves that is killed. Local.
 
 A save marks its folder before it writes anything else. So what a killed one leaves is told from
-all that is not ours, such as a Hugging Face folder, whose files have the same names.
+all that is not ours, such as a Hugging Face folder, whose files have the same names. It holds a
+lock on the mark, which the system takes back when the process dies.
 """
 
+import fcntl
 import os
 import re
 import warnings
@@ -11,6 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from dmuon.checkpoint.assignment import is_tensor_file
 from dmuon.checkpoint.index_file import INDEX_FILE
@@ -30,11 +33,15 @@ class Begun:
         folder: of the checkpoint.
         was_there: it is the caller's own, though it was empty.
         place: of the folder on its file system, whatever its path is.
+        mark: open and locked; another save may begin there when it is closed.
+        files: names of the caller's own files in it.
     """
 
     folder: Path
     was_there: bool
     place: tuple[int, int]
+    mark: BinaryIO
+    files: Collection[str] = ()
 
     @property
     def is_there(self) -> bool:
@@ -63,10 +70,13 @@ class Begun:
             (self.folder / MARK_FILE).unlink()
 
     def undo(self) -> None:
-        """Leave nothing of what is no checkpoint: the manifest goes first, the mark last."""
+        """Leave nothing of what is no checkpoint: the manifest goes first, the mark last.
+
+        What somebody else has put there meanwhile stays.
+        """
         if not self.is_there:
             return
-        names = [name for name in os.listdir(self.folder) if name != MARK_FILE]
+        names = [name for name in os.listdir(self.folder) if _is_ours(name, self.files)]
         for name in (MANIFEST_FILE, *names, MARK_FILE):
             with suppress(OSError):
                 (self.folder / name).unlink()
@@ -85,11 +95,13 @@ def begin(folder: Path, files: Collection[str]) -> Begun:
         files: names of the caller's own files in it.
 
     Raises:
-        ValueError: it holds anything else.
+        ValueError: it holds anything else, or another save is going on in it.
         OSError: it cannot be made, or moved.
     """
     was_there = folder.is_dir()
     held = os.listdir(folder) if was_there else []
+    if MARK_FILE in held:
+        _lock(folder / MARK_FILE).close()
     if held not in ([], [MARK_FILE]):
         _check_unfinished(held, files)
         folder = folder.resolve()  # a link to it stays one
@@ -103,26 +115,49 @@ def begin(folder: Path, files: Collection[str]) -> Begun:
         )
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        (folder / MARK_FILE).touch()
+        mark = _lock(folder / MARK_FILE)
     except OSError:
         if not was_there:
             folder.rmdir()
         raise
-    return Begun(folder, was_there, _place(folder))
+    return Begun(folder, was_there, _place(folder), mark, tuple(files))
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Open the mark of a folder, and lock it where the storage can.
+
+    Raises:
+        ValueError: another save has locked it.
+    """
+    mark = path.open("ab")
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mark.close()
+        raise ValueError(
+            "another save is going on in it; give each a path of its own, or wait until it is over"
+        ) from None
+    except OSError:  # such as a network file system without locks
+        pass
+    return mark
 
 
 def _check_unfinished(held: Collection[str], files: Collection[str]) -> None:
     if MARK_FILE not in held or MANIFEST_FILE in held:
         raise ValueError("it is not empty; nothing is overwritten, give another path")
-    known = {MARK_FILE, MANIFEST_FILE, INDEX_FILE, *files}
     for name in sorted(held):
-        temporary = _TEMPORARY.fullmatch(name)
-        final = temporary[1] if temporary else name
-        if final not in known and not is_tensor_file(final):
+        if name != MARK_FILE and not _is_ours(name, files):
             raise ValueError(
                 f"a save in it was never finished, but {name!r:.100} is none of its files, so it "
                 "is not moved aside; take that out, or give another path"
             )
+
+
+def _is_ours(name: str, files: Collection[str]) -> bool:
+    """Whether a save writes a file of this name, or one before that."""
+    temporary = _TEMPORARY.fullmatch(name)
+    final = temporary[1] if temporary else name
+    return final in {MANIFEST_FILE, INDEX_FILE, *files} or is_tensor_file(final)
 
 
 def _aside(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """Saves that go on beside training: the values of the call, one after another, errors on all."""
 
+import errno
 import multiprocessing as mp
 import resource
 import signal
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from wrapped import backward, make_mesh, prepare, train
 
 import dmuon
+from dmuon.checkpoint import gathering
 from dmuon.checkpoint.loading import load_checkpoint
 from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from dmuon.checkpoint.saving import save_checkpoint
@@ -131,6 +134,95 @@ def test_weights_changed_by_hand_while_they_are_copied_are_an_error_on_all_ranks
             with pytest.raises(dmuon.CheckpointError, match=r"was changed while .* wait_copied"):
                 handle.wait()
         save_checkpoint(tmp_path / "new", model, optimizer)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint was made")
+def test_a_rank_without_memory_for_what_it_gets_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(gathering, "empty", no_memory)
+            handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+            with pytest.raises(dmuon.CheckpointError, match=r"rank 1: .*no memory"):
+                handle.wait()
+        save_checkpoint(tmp_path / "new", model, optimizer)
+
+    run_ranks(2, body, timeout_s=30)  # far less than the timeout of a save
+
+
+@pytest.mark.parametrize("refused", ["the checkpoint", "end of the checkpoint"])
+def test_a_rank_that_can_start_no_thread_saves_before_it_goes_on(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name.startswith(refused):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start = threading.Thread.start
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(threading.Thread, "start", no_thread)
+            handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
+        assert rank == 0 or handle.done
+        assert handle.wait().step == 0
+        save_checkpoint(tmp_path / "next", model, optimizer)
+
+    run_ranks(2, body, timeout_s=30)
+
+
+def test_after_an_interrupted_save_the_next_one_works(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(1)
+        with writing_held():
+            main = threading.get_ident()
+            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                save_checkpoint(tmp_path / "new", model, optimizer)
+        save_checkpoint(tmp_path / "new", model, optimizer)
+
+    run_ranks(1, body, timeout_s=30)
+
+
+def test_inference_mode_makes_no_difference(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared(2)
+        train(model, optimizer, range(2))
+        expected = states(model, optimizer)
+        with torch.inference_mode():
+            save_checkpoint(tmp_path / "new", model, optimizer, async_save=True).wait()
+        train(model, optimizer, range(2, 3))
+        with torch.inference_mode():
+            load_checkpoint(tmp_path / "new", model, optimizer)
+        assert_same(states(model, optimizer), expected)
+        train(model, optimizer, range(2, 3))
+
+    run_ranks(2, body)
+
+
+def test_two_models_cannot_save_to_one_folder_at_once(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        pairs = [prepared(2, seed=0), prepared(2, seed=1)]
+        expected = states(*pairs[0])
+        with writing_held() as may_write:
+            first = save_checkpoint(tmp_path / "new", *pairs[0], async_save=True)
+            with pytest.raises(dmuon.CheckpointError, match="another save is going on in it"):
+                save_checkpoint(tmp_path / "new", *pairs[1])
+            may_write.set()
+            first.wait()
+        load_checkpoint(tmp_path / "new", *pairs[1])
+        assert_same(states(*pairs[1]), expected)
 
     run_ranks(2, body)
 

@@ -86,6 +86,7 @@ def test_a_save_whose_folder_was_taken_by_another_commits_and_removes_nothing(
     tmp_path: Path,
 ) -> None:
     first = begin(tmp_path / "new", [])
+    first.mark.close()  # as on storage without locks
     (tmp_path / "new" / "optim-00001-of-00001.safetensors").touch()
     with pytest.warns(UserWarning, match="never finished"):
         second = begin(tmp_path / "new", [])
@@ -94,6 +95,31 @@ def test_a_save_whose_folder_was_taken_by_another_commits_and_removes_nothing(
     first.undo()
     second.check()
     assert held(tmp_path / "new") == [MARK_FILE]
+
+
+@pytest.mark.parametrize("written", [[], ["model.safetensors"]], ids=["only marked", "written"])
+def test_a_folder_in_which_a_save_goes_on_is_refused_until_that_is_over(
+    written: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "new"
+    first = begin(folder, [])
+    for name in written:
+        (folder / name).touch()
+    with pytest.raises(ValueError, match="another save is going on in it"):
+        begin(folder, [])
+    first.check()
+    assert held(folder) == [MARK_FILE, *written]
+    first.undo()
+    first.mark.close()
+    begin(folder, []).check()
+
+
+def test_a_save_that_fails_removes_what_is_its_own_alone(tmp_path: Path) -> None:
+    begun = begin(tmp_path / "new", ["config.json"])
+    for name in [*LEFT, "notes.txt"]:
+        (tmp_path / "new" / name).touch()
+    begun.undo()
+    assert held(tmp_path / "new") == ["notes.txt"]
 
 
 def test_a_folder_in_which_a_save_has_begun_is_listed_as_unfinished(tmp_path: Path) -> None:
