@@ -38,7 +38,8 @@ class MetricDelivery:
 
     What lies between two deliveries, the sending and the writing down of the offset, can be cut
     by a crash or a lost answer. Up to the end that the file had then, the tracker is asked what it
-    has, and only the rest is sent.
+    has, and only the rest is sent. A step that is redone after a roll-back is one more point, or
+    in doubt the same point twice: trackers show the newest.
 
     Args:
         records: The file.
@@ -93,10 +94,11 @@ class MetricDelivery:
                 in_doubt = self._offset < self._doubtful_until or record.step <= self._last.get(
                     key, record.step - 1
                 )
-                if in_doubt and record.step in self._steps_there(key):
-                    continue
                 point = Metric(key, value, int(record.time * 1000), record.step)
-                metrics.setdefault((key, record.step), point)
+                if record.is_redone:  # the tracker may have the earlier one, and takes the newest
+                    metrics[key, record.step] = point
+                elif not (in_doubt and record.step in self._steps_there(key)):
+                    metrics.setdefault((key, record.step), point)
         return list(metrics.values())
 
     def _chosen(self, record: Record) -> dict[str, float]:

@@ -30,6 +30,8 @@ class Record:
     metrics: dict[str, float]
     time: float
     """Seconds since the epoch, when the step was done."""
+    is_redone: bool = False
+    """Whether it takes the place of an earlier record of the step, after a roll-back."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class MetricsSpool:
     def __init__(self, run_dir: Path, file_name: str = METRICS_FILE) -> None:
         self._file = LineFile(run_dir / file_name)
         self._starts: dict[int, int] | None = None  # of lines by step; read by the first append
+        self._forgotten: set[int] = set()  # steps whose lines do not count, and are not redone yet
         self._waiting = Backlog(self._file, self._note_start)
         self._synced_at = 0.0
 
@@ -84,6 +87,9 @@ class MetricsSpool:
             replay = _compare(step, earlier, metrics)
             content["replay"] = {key: list(pair) for key, pair in replay.differences.items()}
             metrics = {key: value for key, value in metrics.items() if key not in earlier}
+        elif step in self._forgotten:
+            self._forgotten.remove(step)
+            content["redone"] = True
         content["metrics"] = {key: float(value) for key, value in metrics.items()}
         self._waiting.add(content)
         try:
@@ -118,7 +124,12 @@ class MetricsSpool:
             self._starts = self._open()
         self._write_waiting()
         self._file.append({FORGOTTEN: step, "time": time.time()})
-        self._starts = {known: start for known, start in self._starts.items() if known <= step}
+        self._starts = self._without(self._starts, step)
+
+    def _without(self, starts: dict[int, int], step: int) -> dict[int, int]:
+        """Return the lines of the steps up to ``step``, and remember the others as forgotten."""
+        self._forgotten |= {known for known in starts if known > step}
+        return {known: start for known, start in starts.items() if known <= step}
 
     def newest_first(self, step: int) -> Iterator[Record]:
         """Yield the record that counts of ``step`` and of those before it, going back."""
@@ -152,9 +163,10 @@ class MetricsSpool:
         starts: dict[int, int] = {}
         for content, start, _ in self._file.lines():
             if isinstance(last := content.get(FORGOTTEN), int):
-                starts = {step: known for step, known in starts.items() if step <= last}
+                starts = self._without(starts, last)
             elif _record(content) is not None and "replay" not in content:
                 starts.setdefault(content["step"], start)
+                self._forgotten.discard(content["step"])
         return starts
 
     def _earlier(self, step: int) -> dict[str, float] | None:
@@ -177,7 +189,8 @@ class MetricsSpool:
 
 def _record(content: Mapping[str, Any]) -> Record | None:
     try:
-        return Record(int(content["step"]), dict(content["metrics"]), float(content["time"]))
+        metrics, is_redone = dict(content["metrics"]), content.get("redone") is True
+        return Record(int(content["step"]), metrics, float(content["time"]), is_redone)
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -126,3 +126,24 @@ def test_going_on_because_a_job_shall_have_more_steps_is_no_restart():
     assert restarts(start, trained, end, start, fail, start, trained, end) == 1
     assert restarts(start, trained, fail, start, trained, end) == 1, "it failed in its last moment"
     assert restarts(start, fail, fail, start, trained) == 1, "one attempt ended before it trained"
+
+
+def test_after_a_roll_back_the_newest_point_of_a_step_is_the_one_that_counts(tmp_path):
+    """Whether the tracker was told of the earlier one or not, and over restarts of both."""
+    spool, tracker = MetricsSpool(tmp_path), Tracker()
+    offsets = [0]
+    delivery = MetricDelivery(spool, tracker, 0, offsets.append)
+    for step in (1, 2, 3, 4):
+        spool.append(step, {"train/loss": float(step)}, 0.0)
+        if step == 3:
+            delivery.deliver()
+    spool.forget(2)
+    spool.append(3, {"train/loss": 30.0}, 0.0)
+    spool = MetricsSpool(tmp_path)  # another attempt, from a checkpoint of step 2
+    assert spool.append(3, {"train/loss": 30.0}, 0.0).is_equal
+    for step in (4, 5):
+        assert spool.append(step, {"train/loss": 10.0 * step}, 0.0) is None
+    MetricDelivery(spool, tracker, offsets[-1], offsets.append).deliver()
+    newest = {step: value for _, step, value in tracker.points}
+    assert newest == {1: 1.0, 2: 2.0, 3: 30.0, 4: 40.0, 5: 50.0}
+    assert len(tracker.points) == 6
