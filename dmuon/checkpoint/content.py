@@ -176,7 +176,7 @@ def _add_model(
             content.tied[name] = kept[value]
         else:
             kept[value] = name
-            content.entries.append(_entry(MODEL, name, value.detach()))
+            content.entries.append(_entry(MODEL, name, value))
 
 
 def _add_module_state(content: Content, name: str, value: Any) -> None:
@@ -197,5 +197,6 @@ def _add_moments(content: Content, name: str, state: dict[str, Any]) -> None:
 
 def _entry(section: Section, name: str, value: torch.Tensor) -> Entry:
     if isinstance(value, DTensor):
+        # not detached: that would have a shard whose changes are counted apart
         return ShardedEntry(section, name, value.shape, value.dtype, value)
-    return PlainEntry(section, name, value.shape, value.dtype, value)
+    return PlainEntry(section, name, value.shape, value.dtype, value.detach())

@@ -89,7 +89,7 @@ def contributions(
             if mesh.size() == dedication.owner_map.num_owners and is_in_rows(entry.value):
                 senders = _senders(group, mesh, writer)
                 if me in senders:
-                    snapshot.add(entry.key, entry.value.to_local(), entry.dtype)
+                    snapshot.add(entry.key, entry.value.to_local(), entry.dtype, entry.value)
                 scattered.append(Scattered(entry.key, entry.shape, entry.dtype, writer, senders))
                 continue
             # other shards than by rows come whole to every rank, one at a time

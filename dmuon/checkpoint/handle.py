@@ -39,6 +39,8 @@ class SaveHandle:
         """Wait until the values are in host memory, so that they may be changed by hand. Local.
 
         What belongs to DMuon, such as ``step`` and loading, waits by itself.
+        Who changes values without waiting is told by an error of the save, but not of what is
+        written through ``.data``, which torch does not count.
         """
         self._snapshot.wait()
 

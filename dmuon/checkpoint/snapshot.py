@@ -56,7 +56,8 @@ class Snapshot:
             key: of the copy.
             value: anything that nothing but the optimizer and loading changes.
             dtype: of the copy.
-            others: parameters that show the same memory, through which a user could change it.
+            others: parameters that show the same memory, through which a user could change it. Of
+                a ``DTensor`` and its shard each counts its own changes.
         """
         watched = (value, *others)
         self._live[key] = _Live(value.detach(), dtype, watched, [t._version for t in watched])

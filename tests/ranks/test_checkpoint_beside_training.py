@@ -111,14 +111,34 @@ def test_what_changes_weights_waits_until_they_are_copied(
     run_ranks(2, body)
 
 
+def owned(model: nn.Module, _: dmuon.Muon) -> torch.Tensor:
+    return next(iter(dmuon.get_owned_params(model, rank=1).values()))
+
+
+def momentum(model: nn.Module, optimizer: dmuon.Muon) -> torch.Tensor:
+    return optimizer.state[owned(model, optimizer)]["momentum_buffer"]
+
+
+BY_HAND = {
+    "an owned weight": owned,
+    "momentum": lambda model, optimizer: optimizer.state[owned(model, optimizer)][
+        "momentum_buffer"
+    ],
+    "a sharded weight": lambda model, optimizer: model.embed.weight,
+    "a shard of a weight": lambda model, optimizer: model.embed.weight.to_local(),
+    "a sharded moment": lambda model, optimizer: optimizer.state[model.embed.weight]["exp_avg"],
+}
+
+
 @pytest.mark.filterwarnings("ignore:no checkpoint was made")
 @pytest.mark.parametrize("waits", [True, False], ids=["after waiting", "without waiting"])
-def test_weights_changed_by_hand_while_they_are_copied_are_an_error_on_all_ranks(
-    waits: bool, tmp_path: Path
+@pytest.mark.parametrize("of", BY_HAND.values(), ids=BY_HAND)
+def test_what_is_changed_by_hand_while_it_is_copied_is_an_error_on_all_ranks(
+    of: Callable[[nn.Module, dmuon.Muon], torch.Tensor], waits: bool, tmp_path: Path
 ) -> None:
     def body(rank: int) -> None:
         model, optimizer = prepared(2)
-        owned = dmuon.get_owned_params(model, rank=1)
+        train(model, optimizer, range(1))
         with copying_held() as may_copy:
             handle = save_checkpoint(tmp_path / "new", model, optimizer, async_save=True)
             if waits:
@@ -126,7 +146,7 @@ def test_weights_changed_by_hand_while_they_are_copied_are_an_error_on_all_ranks
                 handle.wait_copied()
             if rank == 1:
                 with torch.no_grad():
-                    next(iter(owned.values())).mul_(2)
+                    of(model, optimizer).mul_(2)
             may_copy.set()
             if waits:
                 handle.wait()
