@@ -24,7 +24,16 @@ PLAIN_EVERY_S = 5.0
 """Seconds between two lines when the output is not a terminal."""
 
 TOLD = frozenset(
-    {"checkpoint_damaged", "checkpoint_failed", "restarted", "stopped", "training_started"}
+    {
+        "checkpoint_damaged",
+        "checkpoint_failed",
+        "fault_injected",
+        "restarted",
+        "rolled_back",
+        "stopped",
+        "training_started",
+        "update_dropped",
+    }
 )
 """Events that get a line of their own."""
 

@@ -1,6 +1,7 @@
 """What the person who launched a job sees: this launch's steps, and how long they will take."""
 
 import io
+import math
 import re
 import time
 
@@ -33,6 +34,11 @@ class Launch:
             metrics = {"train/loss": 100 / step, "speed/tokens_per_s": 1.0}
             self._spool.append(step, metrics, time.time())
             self.view.refresh()
+
+    def roll_back(self, step: int, target: int) -> None:
+        self._spool.forget(target)
+        facts = {"loss": math.nan, "grad_norm": 1.0, "first_batch": 5, "last_batch": 9}
+        self._journal.append("rolled_back", step=step, to_step=target, **facts)
 
     def steps(self) -> list[str]:
         return re.findall(r"step (\d+)/100", self.out.getvalue())
@@ -109,3 +115,19 @@ def test_a_terminal_gets_the_same_pace(spec):
         launch.start(0)
         launch.train(1, 50)
     assert "50 s left" in launch.out.getvalue()
+
+
+def test_what_becomes_of_steps_that_do_not_count_is_said(spec):
+    launch = Launch(spec)
+    journal = Journal(spec.run_dir)
+    with launch.view:
+        launch.start(0)
+        launch.train(1, 9)
+        journal.append("update_dropped", step=10, loss=math.nan, grad_norm=1.0)
+        launch.roll_back(10, 5)
+        launch.train(6, 8)
+        assert launch.view.step == 8
+    said = launch.out.getvalue()
+    assert "the update of step 10 was dropped: loss nan, gradient norm 1.0" in said
+    assert "went back from step 10 to 5" in said
+    assert "batches 5 to 9 are left out" in said
