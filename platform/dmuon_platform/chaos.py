@@ -99,7 +99,7 @@ def _round(schedule: ChaosSchedule, spec: JobSpec, undisturbed: JobSpec, dataset
         launches = Launches(spec, Path(folder) / "job.toml", schedule.driver_kills)
         code = launches.run()
     codes = ", ".join(map(str, launches.exit_codes))
-    checks = [Check("the run comes to its end", [f"exit codes {codes}"] if code else [])]
+    checks = [Check("the run comes to its end", [f"see {spec.run_dir / LOG_FILE}"] if code else [])]
     if code == 0:
         checks += compare(spec, undisturbed, dataset)
     checks.append(Check("nothing is left running", launches.left_running()))

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = preflight.resolve(load_job(arguments.job, arguments.set))
     with tempfile.TemporaryDirectory(prefix="dmuon-bench-") as folder:
         base = prepared(undisturbed_run(job, Path(folder)))
-        schedule = _schedule(base)
+        schedule = recovery_schedule(base)
         spec = schedule.disturbed(base, f"{job.name}-recovery")
         if spec.run_dir.exists():
             raise SpecError(
@@ -53,7 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule(spec: JobSpec) -> ChaosSchedule:
+def recovery_schedule(spec: JobSpec) -> ChaosSchedule:
+    """Return one fault of each of `KINDS` and one end of the driver, at even distances.
+
+    Raises:
+        SpecError: The run has too few steps.
+    """
     pace = spec.num_steps // (len(KINDS) + 2)
     if pace < 1:
         raise SpecError(f"train.steps: {spec.num_steps} are too few for this; write 10 or more")

@@ -2,7 +2,9 @@
 
 import pytest
 from dmuon_platform.chaos_schedule import HARMLESS, KILL_DRIVER, ChaosSchedule
+from dmuon_platform.errors import SpecError
 from dmuon_platform.recoveries import recoveries
+from dmuon_platform.recovery_bench import recovery_schedule
 from dmuon_platform.spec import JobSpec, job_of
 from small_job import small
 
@@ -59,3 +61,12 @@ def test_a_recovery_is_split_by_what_the_journal_says() -> None:
     assert (kill.first_step_s, kill.steps_again, kill.total_s) == (1.5, 2, 11.5)
     assert (driver.detection_s, driver.restart_s, driver.first_step_s) == (1.0, 8.0, 0.5)
     assert driver.steps_again == 0
+
+
+def test_the_benchmark_lets_each_kind_strike_once_with_steps_between() -> None:
+    schedule = recovery_schedule(job())
+    struck = [(str(fault.kind), fault.step, fault.rank) for fault in schedule.inject]
+    assert struck == [("kill", 12, 1), ("freeze", 24, 1), ("stall", 36, 1)]
+    assert schedule.driver_kills == (48,)
+    with pytest.raises(SpecError, match="4 are too few"):
+        recovery_schedule(job_of(small(train__steps=4)))
