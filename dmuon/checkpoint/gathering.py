@@ -5,6 +5,7 @@ is at most ``EXCHANGE_BYTES``, in one exchange among all ranks: each sends to ev
 has of the writer's tensors. On a grid the writer's own row sends, so nothing comes twice.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dmuon.checkpoint.content import Entry, OwnedEntry, PlainEntry, ShardedEntry
-from dmuon.checkpoint.host_memory import empty
+from dmuon.checkpoint.host_memory import empty, give_back
 from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.dedication import Dedication
 from dmuon.optimizer import Muon
@@ -169,6 +170,8 @@ class Exchange:
             first, end = piece.of.spans[0]
             if piece.end == end - first:
                 shards.pop(piece.of.key, None)
+            elif piece.of.key in shards:
+                give_back(shards[piece.of.key], piece.start, piece.end)
 
     def _outgoing(
         self, pieces: list[Piece], shards: Mapping[str, torch.Tensor]
@@ -210,20 +213,34 @@ def _rounds(scattered: Iterable[Scattered]) -> Iterator[list[Piece]]:
     """Pieces in order, as many together as fit into the buffer."""
     together: list[Piece] = []
     used = 0
-    for each in scattered:
-        num_shards = len(each.senders)
-        first, end = each.spans[0]
-        step = max(1, EXCHANGE_BYTES // num_shards)
-        for start in range(0, end - first, step):
-            piece = Piece(each, start, min(start + step, end - first))
-            size = _num_bytes([piece])
-            if together and used + size > EXCHANGE_BYTES:
-                yield together
-                together, used = [], 0
-            together.append(piece)
-            used += size
+    for piece in _in_step(scattered):
+        size = _num_bytes([piece])
+        if together and used + size > EXCHANGE_BYTES:
+            yield together
+            together, used = [], 0
+        together.append(piece)
+        used += size
     if together:
         yield together
+
+
+def _in_step(scattered: Iterable[Scattered]) -> list[Piece]:
+    """All pieces, so that what every writer gets grows as what every sender has shrinks."""
+    pieces = [piece for each in scattered for piece in _pieces(each)]
+    total: Counter[int] = Counter()
+    done: list[int] = []
+    for piece in pieces:
+        total[piece.of.writer] += _num_bytes([piece])
+        done.append(total[piece.of.writer])
+    order = sorted(range(len(pieces)), key=lambda i: done[i] / total[pieces[i].of.writer])
+    return [pieces[i] for i in order]
+
+
+def _pieces(each: Scattered) -> Iterator[Piece]:
+    first, end = each.spans[0]
+    step = max(1, EXCHANGE_BYTES // len(each.senders))
+    for start in range(0, end - first, step):
+        yield Piece(each, start, min(start + step, end - first))
 
 
 def _num_bytes(pieces: Iterable[Piece]) -> int:

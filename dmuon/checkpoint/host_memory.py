@@ -7,10 +7,13 @@ goes on using for weeks.
 import math
 import mmap
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
 _LARGE_BYTES = 2**20
+_mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+"""By address; as long as a tensor lies there."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -18,7 +21,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _LARGE_BYTES:
         return torch.empty(tuple(shape), dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults at the first touch
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    _mapped[tensor.data_ptr()] = memory
+    return tensor
+
+
+def give_back(tensor: torch.Tensor, start: int, end: int) -> None:
+    """Let go of bytes of a tensor that nobody reads again, nor those before them.
+
+    Does nothing for a tensor that is not of `empty`, or a small one.
+    """
+    memory = _mapped.get(tensor.data_ptr())
+    if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+        first, last = (at // mmap.PAGESIZE * mmap.PAGESIZE for at in (start, end))
+        if first < last:
+            memory.madvise(mmap.MADV_DONTNEED, first, last - first)
