@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import dmuon
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
 from dmuon_platform.errors import CopyError, DamagedSourceError
+from dmuon_platform.run_folder import is_run
+from dmuon_platform.store import CHECKPOINTS_FOLDER
 
 GOOD, DIFFERENT, BAD_USE = 0, 1, 2
 _MIB = 2**20
@@ -58,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> _Answer:
-    found = dmuon.list_checkpoints(arguments.folder, newest=arguments.newest)
+    found = dmuon.list_checkpoints(_listed(arguments.folder), newest=arguments.newest)
     rows = [
         (
             each.path.name,
@@ -95,6 +98,12 @@ def _list(arguments: argparse.Namespace) -> _Answer:
     }
     is_damaged = any(each.is_damaged for each in found.passed_over)
     return _Answer(facts, lines, DIFFERENT if is_damaged else GOOD)
+
+
+def _listed(folder: str) -> Path:
+    """Where checkpoints are looked for: of a run, in the folder that it has for them."""
+    given = Path(folder)
+    return given / CHECKPOINTS_FOLDER if is_run(given) else given
 
 
 def _show(arguments: argparse.Namespace) -> _Answer:

@@ -62,6 +62,16 @@ def test_list_shows_steps_times_and_sizes(written: Path, command: Command) -> No
     assert datetime.fromisoformat(created).tzinfo is not None
 
 
+def test_list_of_a_run_is_that_of_its_checkpoints(run: Path, command: Command) -> None:
+    folder = run.parent / "mine"
+    shutil.copytree(run, folder / "checkpoints")
+    shutil.copytree(run / "step-1", folder / "export")
+    (folder / "export" / "manifest.json").unlink()
+    (folder / "job.toml").touch()
+    assert command("list", folder) == 0
+    assert [line.split()[0] for line in command.out.splitlines()] == ["NAME", "step-1", "step-2"]
+
+
 def test_list_shows_the_newest_alone(written: Path, command: Command) -> None:
     assert command("list", written, "--newest", "1") == 0
     _, line = command.out.splitlines()
