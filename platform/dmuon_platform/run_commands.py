@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
@@ -129,6 +129,11 @@ def resume(arguments: argparse.Namespace) -> int:
             follow=arguments.follow,
         )
     folder = run_folder(arguments.run, arguments.storage)
+    if not (folder / JOB_FILE).exists():
+        raise SpecError(
+            f"{folder} has no {JOB_FILE}: a launch records its job when it has prepared the data, "
+            "and none got so far. Run the job file again."
+        )
     changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
     spec = load_job(folder / JOB_FILE, changes)
     from dmuon_platform.launch import run_job

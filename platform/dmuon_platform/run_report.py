@@ -98,7 +98,9 @@ def duration(seconds: float) -> str:
 
 def _headline(run: RunState) -> str:
     if run.state in (State.STOPPED, State.INTERRUPTED):
-        return f"{run.state}; `dmuon resume {run.name}` goes on with it"
+        is_resumable = run.num_steps is not None  # its job is recorded and can be read
+        way = f"`dmuon resume {run.name}` goes on with it" if is_resumable else "run its job again"
+        return f"{run.state}; {way}"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
     if run.state is State.RUNNING:

@@ -133,6 +133,8 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     step = _step_of(events, steps)
     num_steps = None if spec is None else spec.num_steps
     is_running = state is State.RUNNING
+    if is_running and started is None and not (folder / JOB_FILE).exists():
+        complaint = None  # a launch records its job when it has prepared the data
     request = StopFile(folder).read(driver.launch) if driver and is_running else None
     newest = [number(each, "time") for each in (*events[-1:], *steps[:1])]
     return RunState(

@@ -150,6 +150,24 @@ def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, caps
     assert "has ended: interrupted" in capsys.readouterr().out  # this driver notes nothing
 
 
+def test_a_run_that_starts_has_no_job_yet_and_nothing_wrong_with_it(tmp_path):
+    Journal(tmp_path).append("launched", host="far", pid=7)
+    with driver_of(tmp_path):
+        starting = read_run(tmp_path)
+        assert (starting.state, starting.num_steps, starting.notes) == (State.RUNNING, None, [])
+        Journal(tmp_path).append("training_started", attempt=1, step=0, workers=[])
+        (note,) = read_run(tmp_path).notes
+        assert "job.toml cannot be read" in note
+
+
+def test_a_run_that_was_killed_before_its_job_was_recorded_is_not_said_to_resume(tmp_path, capsys):
+    Journal(tmp_path).append("launched", host="far", pid=7)
+    assert dmuon("status", tmp_path) == 75
+    assert "interrupted; run its job again" in capsys.readouterr().out
+    assert dmuon("resume", tmp_path) == 78
+    assert "Run the job file again" in capsys.readouterr().err
+
+
 def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     folder = leave_run(tmp_path)
     assert dmuon("status", "mine", "--storage", tmp_path, "--json") == 75
