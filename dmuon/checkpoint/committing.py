@@ -102,7 +102,7 @@ class Work:
             self.snapshot.values.clear()
             self._exchange = None
             if self.ready.begun is not None:
-                self.ready.begun.mark.close()  # nothing is going on there any more
+                self.ready.begun.release()
         if manifest is None:
             raise CheckpointError(self.folder, f"it could not be written: {'; '.join(failures)}")
         return manifest

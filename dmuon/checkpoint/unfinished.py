@@ -33,7 +33,7 @@ class Begun:
         folder: of the checkpoint.
         was_there: it is the caller's own, though it was empty.
         place: of the folder on its file system, whatever its path is.
-        mark: open and locked; another save may begin there when it is closed.
+        mark: open and locked until `release`.
         files: names of the caller's own files in it.
     """
 
@@ -68,6 +68,12 @@ class Begun:
         """Take the mark away, once the manifest is there."""
         with suppress(OSError):  # the manifest counts more than the mark
             (self.folder / MARK_FILE).unlink()
+
+    def release(self) -> None:
+        """Let another save begin there, also when a child of this process has the mark open."""
+        with suppress(OSError):
+            fcntl.flock(self.mark, fcntl.LOCK_UN)
+        self.mark.close()
 
     def undo(self) -> None:
         """Leave nothing of what is no checkpoint: the manifest goes first, the mark last.
