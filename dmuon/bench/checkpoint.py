@@ -1,6 +1,7 @@
 """``python -m dmuon.bench.checkpoint``: saving and loading, three ways in turns, in one run."""
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -41,7 +42,7 @@ class Timed:
         save_s: of a save that is waited for.
         blocked_s: that training waits for a save that goes on beside it, until the call returns
             and then before the next step may change weights; None without such.
-        async_s: until that save is on the disk too, with a forward and backward meanwhile.
+        async_s: of such a save that is waited for at once.
         load_s: of a load, with files in the page cache.
         cold_load_s: of a load, with files on the disk alone.
         peak_bytes: by which the resident memory of this rank grew at most during the save.
@@ -115,7 +116,12 @@ def _measure_all(plan: Plan) -> dict[str, Any]:
         runs.append({"ranks": number, **_summarise(reports)})
     model = decoder.build(plan.settings)
     parameters = sum(param.numel() for param in model.parameters())
-    return {"parameters": parameters, "rounds": plan.rounds, "runs": runs}
+    return {
+        "parameters": parameters,
+        "rounds": plan.rounds,
+        "sha256_bytes_per_s": _hash_rate(),
+        "runs": runs,
+    }
 
 
 def measure(rank: int, plan: Plan) -> dict[str, Any]:
@@ -159,16 +165,10 @@ def _time(way: Way, folder: Path, settings: Settings) -> Timed:
     peak = watch.grown()
     sizes = {path.name: path.stat().st_size for path in sorted(saved.iterdir())}
     blocked_s = async_s = None
-    dist.barrier()
-    started_at = time.perf_counter()
-    started = way.start_save(beside)
-    if started is not None:
-        blocked_s = time.perf_counter() - started_at
-        _forward_backward(way.contender, settings)
-        blocked_s += _seconds(lambda: way.wait_copied(started))
-        way.finish_save(started)
-        async_s = time.perf_counter() - started_at
-        way.contender.optimizer.zero_grad()
+    if way.can_save_beside:
+        blocked_s = _time_blocked(way, beside / "training", settings)
+        alone = beside / "alone"
+        async_s = _seconds(lambda: way.finish_save(way.start_save(alone)))
     load_s = _seconds(lambda: way.load(saved))
     _forget(saved)
     cold_load_s = _seconds(lambda: way.load(saved))
@@ -179,6 +179,26 @@ def _time(way: Way, folder: Path, settings: Settings) -> Timed:
     dist.barrier()
     times = (save_s, blocked_s, async_s, load_s, cold_load_s)
     return Timed(way.name, sum(sizes.values()), _by_writer(sizes), *times, peak)
+
+
+def _time_blocked(way: Way, path: Path, settings: Settings) -> float:
+    """How long a training waits for a save beside it, until it may change weights again."""
+    started: list[Any] = []
+    blocked_s = _seconds(lambda: started.append(way.start_save(path)))
+    _forward_backward(way.contender, settings)
+    blocked_s += _seconds(lambda: way.wait_copied(started[0]))
+    way.finish_save(started[0])
+    way.contender.optimizer.zero_grad()
+    return blocked_s
+
+
+def _hash_rate() -> float:
+    """Bytes that one core hashes in a second, with nothing beside it."""
+    piece = bytes(2**24)
+    start = time.perf_counter()
+    for _ in range(8):
+        hashlib.sha256(piece)
+    return 8 * len(piece) / (time.perf_counter() - start)
 
 
 def _by_writer(sizes: dict[str, int]) -> list[int]:
@@ -267,6 +287,12 @@ def _render(result: dict[str, Any]) -> str:
                 f"{run['ranks']:>5}  {name:30} {way['bytes'] / _MIB:7.0f} {rates} {share:>12} "
                 f"{way['most_written_over_mean']:12.2f} {way['peak_bytes'] / way['bytes']:10.2f}"
             )
+        ours = run["ways"][Owners.name]
+        hash_s = ours["bytes"] / run["ranks"] / result["sha256_bytes_per_s"]
+        lines.append(
+            f"{run['ranks']:>5}  SHA-256 of a rank's share on a core of its own is "
+            f"{hash_s / ours['save_s']:.0%} of our save, {hash_s / ours['load_s']:.0%} of our load"
+        )
         if run["load_other_mesh_s"] is not None:
             ratio = run["load_other_mesh_s"] / run["ways"][Owners.name]["load_s"]
             what = "dmuon, written on another mesh"

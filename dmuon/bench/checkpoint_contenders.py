@@ -23,12 +23,13 @@ class Way(Protocol):
 
     name: str
     contender: Contender
+    can_save_beside: bool
 
     def save(self, path: Path) -> None:
         """Save, and return when it is on the disk."""
 
     def start_save(self, path: Path) -> Any:
-        """Begin to save, and return when training may go on; None where there is no such thing."""
+        """Begin to save, and return when training may go on; if it ``can_save_beside``."""
 
     def wait_copied(self, started: Any) -> None:
         """Wait until training may change weights."""
@@ -44,6 +45,7 @@ class Owners:
     """``dmuon.save_checkpoint``: SHA-256 while writing, and compared when loading."""
 
     name = "dmuon"
+    can_save_beside = True
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -76,6 +78,7 @@ class Sharded:
     """``torch.distributed.checkpoint`` of ``fully_shard`` with AdamW; it has no hashes."""
 
     name = "torch.distributed.checkpoint"
+    can_save_beside = True
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -118,6 +121,7 @@ class Gathered:
     """Everything to the first rank, then ``torch.save``: the recipe of many scripts."""
 
     name = "torch.save on rank 0"
+    can_save_beside = False
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender

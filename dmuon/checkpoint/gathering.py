@@ -8,6 +8,7 @@ has of the writer's tensors. On a grid the writer's own row sends, so nothing co
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,7 @@ def contributions(
     """
     group = dedication.owner_map.everyone
     me = group.rank()
+    senders_of = cache(partial(_senders, group))  # a mesh makes its table of ranks each time
     snapshot = Snapshot(dedication.device)
     scattered: list[Scattered] = []
     for entry in entries:
@@ -88,7 +90,7 @@ def contributions(
         if isinstance(entry, ShardedEntry):
             mesh = entry.value.device_mesh
             if mesh.size() == dedication.owner_map.num_owners and is_in_rows(entry.value):
-                senders = _senders(group, mesh, writer)
+                senders = senders_of(mesh, writer)
                 if me in senders:
                     snapshot.add(entry.key, entry.value.to_local(), entry.dtype, entry.value)
                 scattered.append(Scattered(entry.key, entry.shape, entry.dtype, writer, senders))
