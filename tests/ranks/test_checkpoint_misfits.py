@@ -206,7 +206,7 @@ def test_reading_that_fails_halfway_on_one_rank_is_told_to_all(tmp_path: Path) -
 
     def body(rank: int) -> None:
         model, optimizer = prepared(1)
-        read, soft_hard = loading._Loading.read, resource.getrlimit(resource.RLIMIT_NOFILE)
+        read, soft_hard = loading._Reading.read, resource.getrlimit(resource.RLIMIT_NOFILE)
 
         def read_without_files(each: Any) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, soft_hard[1]))
@@ -216,10 +216,10 @@ def test_reading_that_fails_halfway_on_one_rank_is_told_to_all(tmp_path: Path) -
                 resource.setrlimit(resource.RLIMIT_NOFILE, soft_hard)
 
         if rank == 1:
-            loading._Loading.read = read_without_files
+            loading._Reading.read = read_without_files
         with pytest.raises(dmuon.CheckpointError, match=r"failed halfway.*Too many open files"):
             load_checkpoint(tmp_path / "good", model, optimizer)
-        loading._Loading.read = read
+        loading._Reading.read = read
         load_checkpoint(tmp_path / "good", model, optimizer)
         assert_same(states(model, optimizer), expected)
 
