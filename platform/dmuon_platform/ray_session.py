@@ -1,5 +1,6 @@
 """The driver's side of `ray_process`: asks it, and starts another when it is gone."""
 
+import math
 import shutil
 import socket
 import subprocess
@@ -103,12 +104,7 @@ class RaySession:
         Raises:
             RayLost: Nothing can come of it any more.
         """
-        if self._head is not None and time.monotonic() - self._probed > PROBE_S:
-            self._probed = time.monotonic()
-            try:  # Ray itself waits a minute for a head that may come back; ours does not
-                socket.create_connection(self._head, timeout=PROBE_S).close()
-            except OSError as error:
-                raise RayLost(f"the head of the local Ray is gone ({error})") from error
+        self._check_head()
         return self._ask("look", ANSWER_S)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -117,7 +113,7 @@ class RaySession:
         Args:
             at_once: Wait for nothing, because it is known to answer no more.
         """
-        process, self._process = self._process, None
+        process, self._process, self._head = self._process, None, None
         if process is None:
             return
         family = _family(process.pid)
@@ -152,14 +148,33 @@ class RaySession:
             raise RayLost("there is no connection to Ray")
         try:
             self._connection.send((request, arguments))
-            if not self._connection.poll(timeout_s):
-                raise RayLost(f"Ray did not answer within {timeout_s:g} s")
+            self._wait_for_answer(self._connection, timeout_s)
             value, error = self._connection.recv()
         except (EOFError, OSError) as gone:
             raise RayLost("the process that was connected to Ray has ended") from gone
         if error is not None:
             raise error
         return value
+
+    def _wait_for_answer(self, connection: Connection, timeout_s: float | None) -> None:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not connection.poll(max(0.0, min(PROBE_S, deadline - time.monotonic()))):
+            self._check_head()  # who is connected to one that is gone may never answer
+            if time.monotonic() >= deadline:
+                raise RayLost(f"Ray did not answer within {timeout_s:g} s")
+
+    def _check_head(self) -> None:
+        """Look, now and then, whether the head of a Ray of our own still lives.
+
+        Ray itself waits a minute for a head that may come back; ours does not.
+        """
+        if self._head is None or time.monotonic() - self._probed < PROBE_S:
+            return
+        self._probed = time.monotonic()
+        try:
+            socket.create_connection(self._head, timeout=PROBE_S).close()
+        except OSError as error:
+            raise RayLost(f"the head of the local Ray is gone ({error})") from error
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -45,7 +45,9 @@ def _damage_what_ray_remembers(run, process):
 def test_controller_frozen_rank_damaged_snapshot_and_head_are_survived(reference, text, tmp_path):
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
-    process = driver.start("run", run.job, "--set", "faults.stall_s=10")
+    slow = ", ".join(f'{{kind = "slow", step = {step}, seconds = 5}}' for step in (14, 26, 40))
+    settings = ("--set", "faults.stall_s=10", "--set", f"faults.inject=[{slow}]")
+    process = driver.start("run", run.job, *settings)  # else it might end before it is disturbed
     driver.wait_until(_trains(run, 1, 13), process)
     (controller,) = _family(process, "ray::TrainController")
     controller.kill()
