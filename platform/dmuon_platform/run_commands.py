@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform import matplotlib_cache
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
@@ -25,6 +26,7 @@ from dmuon_platform.run_report import plain, report, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
 from dmuon_platform.spec import load_job
 from dmuon_platform.stop_request import StopFile, StopRequest
+from dmuon_platform.tracking_files import TRACKING_FOLDER
 
 LOOK_S = 1.0
 """Seconds between two looks at a run that is followed."""
@@ -145,6 +147,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def plot(arguments: argparse.Namespace) -> int:
     """Draw a run's pictures, as far as it has come."""
     folder = run_folder(arguments.run, arguments.storage)
+    matplotlib_cache.keep_in(folder / TRACKING_FOLDER)
     from dmuon_platform.plots import draw_plots
 
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dmuon_platform import matplotlib_cache
 from dmuon_platform.child_process import command_of, environment
 from dmuon_platform.errors import GracefulStop
 from dmuon_platform.spec import JobSpec
@@ -176,6 +177,8 @@ def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]:
+    env = environment(**DRAIN_ENVIRONMENT)
+    matplotlib_cache.keep_in(files.folder, env)
     with files.log.open("ab") as log:
         return subprocess.Popen(
             command_of("dmuon_platform.drain", str(run_dir.resolve())),
@@ -183,7 +186,7 @@ def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]
             stdout=log,
             stderr=log,
             cwd=files.folder,  # MLflow may leave files where it runs
-            env=environment(**DRAIN_ENVIRONMENT),
+            env=env,
             start_new_session=True,  # Ctrl-C is for the driver, which then finishes it
         )
 

@@ -27,6 +27,7 @@ def nothing_stays(tmp_path, monkeypatch):
     here.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # drains in this process set it
+    monkeypatch.delenv("MPLCONFIGDIR")  # that of the tests, where a user has none
     monkeypatch.chdir(here)
     yield
     drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
