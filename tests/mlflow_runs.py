@@ -98,6 +98,7 @@ class Server:
             **os.environ,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",
+            "TMPDIR": str(self.folder),  # of what is killed something stays
         }
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -1,6 +1,8 @@
 """Tokenising with Ray Data: once, in order, and the same on any number of CPUs."""
 
 import json
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,15 +28,27 @@ class Settings:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
+    folder = tempfile.mkdtemp(prefix="dmuon-", dir="/tmp")  # Ray's sockets need short paths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home folder
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        _start(folder)
+        yield
+        ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: str) -> None:
     ray.init(
+        address="local",
+        _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=150 << 20,
         logging_level="ERROR",
         runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2] / "platform")}},
     )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
