@@ -207,6 +207,7 @@ def test_after_an_interrupted_save_the_next_one_works(tmp_path: Path) -> None:
         model, optimizer = prepared(1)
         with writing_held():
             main = threading.get_ident()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
             threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
                 save_checkpoint(tmp_path / "new", model, optimizer)
