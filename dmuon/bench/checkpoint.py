@@ -140,6 +140,7 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
     timed = [asdict(turn) for turn in turns[len(ways) :]]  # the first round warms up
     other = None
     if (folder / _KEPT).exists():
+        _remember(folder / _KEPT)  # as those that it is compared with
         other = _seconds(lambda: ways[0].load(folder / _KEPT))
     else:
         ways[0].save(folder / _KEPT)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import dmuon  # brings torch, which the drain, that imports this, has no use for
 
 CATALOGUE_FILE = "checkpoints.jsonl"
+CHECKPOINTS_FOLDER = "checkpoints"
+MANIFESTS_FOLDER = "manifests"
+"""A copy of every manifest, which stays when the checkpoint itself is pruned."""
 EVALUATION_LOSS = "evaluation/loss"
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import dmuon
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
 from dmuon_platform.errors import CopyError, DamagedSourceError
 from dmuon_platform.run_folder import is_run
-from dmuon_platform.store import CHECKPOINTS_FOLDER
+from dmuon_platform.text_table import text_table
 
 GOOD, DIFFERENT, BAD_USE = 0, 1, 2
 _MIB = 2**20
@@ -300,10 +301,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], _Answer]] = {
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [[_line(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-    return ["  ".join(row).rstrip() for row in padded]
+    return text_table(head, [[_line(cell) for cell in row] for row in rows]).split("\n")
 
 
 def _line(text: str) -> str:

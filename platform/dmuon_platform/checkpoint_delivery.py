@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from dmuon_platform.catalogue import Catalogue, Entry
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER, MANIFESTS_FOLDER, Catalogue, Entry
 from dmuon_platform.spool import Record
 from dmuon_platform.tracked_run import TrackedRun
 from dmuon_platform.tracking_files import Delivered
@@ -139,7 +139,7 @@ class CheckpointDelivery:
         self._run.set_tags({"checkpoint.not_copied": f"pruned before the copy: {names}"})
 
     def _folder(self, entry: Entry) -> Path:
-        return self._run_dir / "checkpoints" / entry.folder
+        return self._run_dir / CHECKPOINTS_FOLDER / entry.folder
 
     def _manifest(self, entry: Entry) -> Path:
-        return self._run_dir / "manifests" / f"{entry.folder}.json"
+        return self._run_dir / MANIFESTS_FOLDER / f"{entry.folder}.json"

@@ -15,11 +15,11 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dmuon_platform.durable_file import read_object, write_whole
 from dmuon_platform.errors import PlatformError
+from dmuon_platform.event_facts import clock
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "driver.lock"
@@ -86,8 +86,7 @@ class Driver:
         return self.host != socket.gethostname() and time.time() - self.time < SILENT_S
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
-        return f"process {self.pid} on {self.host}, started {since}"
+        return f"process {self.pid} on {self.host}, started {clock(self.started)}"
 
 
 class DriverLease:
@@ -138,12 +137,7 @@ class DriverLease:
         self._beating.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._beating.join()
         self._driver = replace(self._driver, ended=time.time())

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.export import Export
 
 
@@ -26,7 +27,7 @@ def lineage_of(
         "spec_digest": facts.get("spec_digest"),
         "git.commit": facts.get("git", {}).get("commit"),
         "git.dirty": facts.get("git", {}).get("dirty"),
-        "checkpoint.uri": checkpoint and (run_dir / "checkpoints" / checkpoint).as_uri(),
+        "checkpoint.uri": checkpoint and (run_dir / CHECKPOINTS_FOLDER / checkpoint).as_uri(),
         "checkpoint.manifest_sha256": export.manifest_sha256,
         "weights_sha256": weights[-1] if weights else None,
     }

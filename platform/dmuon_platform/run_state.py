@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
@@ -261,7 +262,7 @@ def _restart(event: Content) -> Restart:
 
 def _newest_checkpoint(folder: Path) -> SavedCheckpoint | None:
     found: list[tuple[int, Path]] = []
-    with_names = (folder / "checkpoints").glob("step-*")
+    with_names = (folder / CHECKPOINTS_FOLDER).glob("step-*")
     found = [(int(m[1]), path) for path in with_names if (m := _CHECKPOINT.fullmatch(path.name))]
     for step, path in sorted(found, reverse=True):
         manifest = read_object(path / "manifest.json")

@@ -8,7 +8,6 @@ A request is meant for one launch, named by the ``launch`` of its ``driver.json`
 the file that an earlier launch has left behind is removed by the next one, which then runs.
 """
 
-import getpass
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from dmuon_platform.account import user_name
 from dmuon_platform.durable_file import read_object, write_whole
 from dmuon_platform.errors import GracefulStop
 
@@ -58,7 +58,8 @@ class StopRequest:
     @classmethod
     def now(cls, launch: str, reason: str, after: After = After.END) -> "StopRequest":
         """Return a request from this process."""
-        by = f"{_user()}, process {os.getpid()} on {socket.gethostname()}"
+        user = user_name() or f"user {os.getuid()}"
+        by = f"{user}, process {os.getpid()} on {socket.gethostname()}"
         return cls(launch, reason, after, by, time.time())
 
     @classmethod
@@ -136,10 +137,3 @@ def pause(file: StopFile, launch: str, seconds: float) -> None:
 
 def _json(request: StopRequest) -> str:
     return json.dumps(asdict(request), indent=2) + "\n"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run as a number without a name
-        return f"user {os.getuid()}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dmuon
-from dmuon_platform.catalogue import Catalogue, Entry
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER, MANIFESTS_FOLDER, Catalogue, Entry
 from dmuon_platform.durable_file import sync, write_whole
 from dmuon_platform.errors import SpecError
 from dmuon_platform.lease import Lease
@@ -19,9 +19,6 @@ from dmuon_platform.look import Look
 from dmuon_platform.retention import Candidate, kept
 from dmuon_platform.spec.checkpoint import CheckpointSpec
 
-CHECKPOINTS_FOLDER = "checkpoints"
-MANIFESTS_FOLDER = "manifests"
-"""A copy of every manifest, which stays when the checkpoint itself is pruned."""
 DAMAGED_FILE = "damaged.jsonl"
 """Whole-looking checkpoints whose contents had changed, so that they are never pruned."""
 CONFIG_FILE = "config.json"

@@ -1,7 +1,6 @@
 """One MLflow run: found again or created, and told about in ways that may be repeated."""
 
 import fcntl
-import getpass
 import json
 import os
 import ssl
@@ -16,6 +15,7 @@ import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
+from dmuon_platform.account import user_name
 from dmuon_platform.tracking_files import Description
 
 RUN_KEY_TAG = "dmuon.run_key"
@@ -126,7 +126,7 @@ class TrackedRun:
         if runs:
             return runs[0].info.run_id
         name = self._description.run_name
-        tags = {RUN_KEY_TAG: key, "mlflow.user": _user()}
+        tags = {RUN_KEY_TAG: key, "mlflow.user": user_name() or str(os.getuid())}
         return self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
 
 
@@ -173,13 +173,6 @@ def _dataset_input(facts: Mapping[str, Any]) -> DatasetInput:
         profile=json.dumps({k: v for k, v in facts.items() if isinstance(v, (int, float))}),
     )
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user need not have a name
-        return str(os.getuid())
 
 
 @contextmanager
