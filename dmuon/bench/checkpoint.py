@@ -1,4 +1,4 @@
-"""``python -m dmuon.bench.checkpoint``: saving and loading, three ways in turns, in one run."""
+"""``python -m dmuon.bench.checkpoint``: saving and loading, all ways in turns, in one run."""
 
 import argparse
 import hashlib
@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dmuon.bench import decoder
-from dmuon.bench.checkpoint_contenders import Gathered, Owners, Sharded, Way
+from dmuon.bench.checkpoint_contenders import (
+    Gathered,
+    Owners,
+    OwnersUnhashed,
+    Sharded,
+    Way,
+)
 from dmuon.bench.contenders import Contender, make_adamw, make_dmuon
 from dmuon.bench.ranks import Launch, RankError, rank_device, run_ranks
 from dmuon.bench.settings import Settings
@@ -134,7 +140,7 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
     theirs = make_adamw(plan.settings, mesh, device)
     for contender in (ours, theirs):
         _one_step(contender, plan.settings)
-    ways: list[Way] = [Owners(ours), Sharded(theirs), Gathered(ours)]
+    ways: list[Way] = [Owners(ours), Sharded(theirs), OwnersUnhashed(ours), Gathered(ours)]
     folder = Path(plan.folder)
     turns = [_time(way, folder, plan.settings) for _ in range(1 + plan.rounds) for way in ways]
     timed = [asdict(turn) for turn in turns[len(ways) :]]  # the first round warms up

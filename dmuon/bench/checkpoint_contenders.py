@@ -46,6 +46,7 @@ class Owners:
 
     name = "dmuon"
     can_save_beside = True
+    verify_hashes = True
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -71,7 +72,14 @@ class Owners:
 
     def load(self, path: Path) -> None:
         """See `Way.load`."""
-        dmuon.load_checkpoint(path, self._model, self._optimizer)
+        dmuon.load_checkpoint(path, self._model, self._optimizer, verify_hashes=self.verify_hashes)
+
+
+class OwnersUnhashed(Owners):
+    """The same, loaded without comparing hashes, as the others load."""
+
+    name = "dmuon, verify_hashes=False"
+    verify_hashes = False
 
 
 class Sharded:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 TIMES = ("save_s", "load_s", "cold_load_s")
 
 
-def test_three_ways_to_save_are_measured_in_one_run(tmp_path: Path) -> None:
+def test_all_ways_to_save_are_measured_in_one_run(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     options = ["--ranks", "1,2", "--width", "64", "--layers", "2", "--rounds", "1"]
     call = [sys.executable, "-m", "dmuon.bench.checkpoint", *options, "--json", str(output)]
@@ -26,7 +26,8 @@ def test_three_ways_to_save_are_measured_in_one_run(tmp_path: Path) -> None:
     result = json.loads(output.read_text())
     assert [run["ranks"] for run in result["runs"]] == [1, 2]
     for run in result["runs"]:
-        ours, torchs, gathered = run["ways"].values()
+        ours, torchs, unhashed, gathered = run["ways"].values()
+        assert unhashed["bytes"] == ours["bytes"]
         assert all(way[time] > 0 for way in run["ways"].values() for time in TIMES)
         assert ours["blocked_s"] > 0
         assert torchs["blocked_s"] > 0
