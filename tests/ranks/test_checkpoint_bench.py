@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TIMES = ("save_s", "load_s", "cold_load_s")
 
@@ -27,7 +29,7 @@ def test_all_ways_to_save_are_measured_in_one_run(tmp_path: Path) -> None:
     assert [run["ranks"] for run in result["runs"]] == [1, 2]
     for run in result["runs"]:
         ours, torchs, unhashed, gathered = run["ways"].values()
-        assert unhashed["bytes"] == ours["bytes"]
+        assert unhashed["bytes"] == pytest.approx(ours["bytes"], rel=1e-3)  # times in the manifest
         assert all(way[time] > 0 for way in run["ways"].values() for time in TIMES)
         assert ours["blocked_s"] > 0
         assert torchs["blocked_s"] > 0
