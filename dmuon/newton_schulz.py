@@ -13,6 +13,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from dmuon.symmetric_product import gram_matrix, symmetric_sum
+
 T = TypeVar("T")
 Triple = tuple[float, float, float]
 Product = tuple[int, int, int]  # an m x k by a k x n matrix
@@ -142,9 +144,9 @@ def _iterate(
     X: torch.Tensor, schedule: Sequence[Triple], out: torch.Tensor | None = None
 ) -> torch.Tensor:
     for left, (a, b, c) in _counted_down(schedule):
-        R = X @ X.mT
+        R = gram_matrix(X)
         # each sum is part of its product, so it is rounded once
-        B = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        B = symmetric_sum(R, R, R, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a, out=None if left else out)
     return X
 
@@ -158,14 +160,14 @@ def _iterate_on_gram(
     """
     identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
     for blocks_left, block in _counted_down(restart_blocks(schedule)):
-        R = X @ X.mT
+        R = gram_matrix(X)
         Q: torch.Tensor | None = None
         for left, (a, b, c) in _counted_down(block):
-            B = torch.baddbmm(R, R, R, beta=b, alpha=c)
+            B = symmetric_sum(R, R, R, beta=b, alpha=c)
             if left:
-                PR = torch.baddbmm(R, R, B, beta=a)
-                R = torch.baddbmm(PR, PR, B, beta=a)
-            Q = B.add(identity, alpha=a) if Q is None else torch.baddbmm(Q, Q, B, beta=a)
+                PR = symmetric_sum(R, R, B, beta=a)
+                R = symmetric_sum(PR, PR, B, beta=a)
+            Q = B.add(identity, alpha=a) if Q is None else symmetric_sum(Q, Q, B, beta=a)
         assert Q is not None  # no block is empty
         X = torch.bmm(Q, X, out=None if blocks_left else out)
     return X
