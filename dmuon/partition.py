@@ -3,13 +3,13 @@
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dmuon.balance import Item, distribute
 from dmuon.layout import Layout, make_layout
 from dmuon.newton_schulz import newton_schulz_flops
+from dmuon.placement import place
 
 BYTES_OWNED_PER_ELEMENT = 8  # float32 master weight and float32 momentum
 
@@ -179,18 +179,6 @@ def make_plan(matrices: Sequence[Matrix], num_owners: int) -> Plan:
     if num_owners < 1:
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")
     items = [Item(matrix.cost, matrix.numel) for matrix in matrices]
-    places: dict[Item, Counter[int]] = {item: Counter() for item in items}
-    for owner, hands in enumerate(distribute(items, num_owners)):
-        for item, count in hands.items():
-            places[item][owner] = count
-    in_block: Counter[tuple[str, int]] = Counter()
-    owners = []
-    for matrix, item in zip(matrices, items, strict=True):
-        free, block = places[item], matrix.block
-        owner = min(free, key=lambda o: (in_block[block, o], -free[o], o))
-        owners.append(owner)
-        in_block[block, owner] += matrix.numel
-        free[owner] -= 1
-        if not free[owner]:
-            del free[owner]
+    blocks = [matrix.block for matrix in matrices]
+    owners = place(items, blocks, distribute(items, num_owners))
     return Plan(tuple(matrices), tuple(owners), num_owners)

@@ -1,10 +1,12 @@
 """The plan: balanced, spread over a block, and a pure function."""
 
 import json
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.plain_partition import plain_owners
 
 import dmuon
 from dmuon import Matrix, Plan, make_plan
@@ -84,6 +86,14 @@ def test_a_plan_of_many_matrices_over_many_owners_is_balanced() -> None:
     plan = make_plan(model(250, llama(4096, 1024, 14336)), 256)
     assert plan.imbalance <= 1.1
     assert max(plan.bytes_per_owner) * 256 <= 1.15 * sum(plan.bytes_per_owner)
+
+
+def test_so_is_one_of_a_hundred_thousand_over_sixteen_thousand() -> None:
+    """Looking at every owner for every matrix would take minutes."""
+    plan = make_plan(model(14_286, llama(4096, 1024, 14336)), 16_384)
+    assert len(plan.matrices) > 100_000
+    assert plan.imbalance <= 1.01
+    assert max(plan.bytes_per_owner) * 16_384 <= 1.3 * sum(plan.bytes_per_owner)
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4, 8])
@@ -178,3 +188,23 @@ def test_every_matrix_has_one_owner_and_no_owner_is_overloaded(
     total = sum(plan.cost_per_owner)
     largest = max(matrix.cost for matrix in matrices)
     assert max(plan.cost_per_owner) <= fair * total + largest
+
+
+few_shapes = st.lists(shapes, min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(few_shapes, st.integers(1, 60), st.integers(1, 70), st.randoms(use_true_random=False))
+def test_the_plan_is_that_of_asking_every_owner(
+    kinds: list[Shape], length: int, num_owners: int, random: Random
+) -> None:
+    blocks = [f"b{i * 6 // length}" for i in range(length)]
+    if random.random() < 0.3:
+        random.shuffle(blocks)
+    matrices = [Matrix(f"m{i}", random.choice(kinds), blocks[i]) for i in range(length)]
+    assert list(make_plan(matrices, num_owners).owners) == plain_owners(matrices, num_owners)
+
+
+def test_it_is_also_where_loads_have_to_be_exchanged() -> None:
+    for matrices, num_owners in [(REAL["Llama 1B"], 37), (model(60, llama(64, 16, 200)), 61)]:
+        assert list(make_plan(matrices, num_owners).owners) == plain_owners(matrices, num_owners)
