@@ -6,10 +6,10 @@ accelerators whole products are faster than what torch offers for half of one.
 
 import torch
 
-# Against the whole product, on one core of an x86 server, float32 products of 256 x 256 take 0.83 of
-# the time in 4 panels, 512 x 512 0.68 in 8, 1024 x 1024 0.64 in 8; 128 x 128 gains nothing. bfloat16,
-# 4.5 times as fast where the core has instructions for it, needs larger panels: 512 x 512 takes 0.90
-# in 2, 1024 x 1024 0.76 in 4.
+# Against the whole product, on one core of an x86 server: float32 products of 256 x 256 take 0.83
+# of the time in 4 panels, of 512 x 512 0.68 and of 1024 x 1024 0.64 in 8; 128 x 128 gains nothing.
+# bfloat16, 4.5 times as fast where the core has instructions for it, needs larger panels: 512 x 512
+# takes 0.90 in 2, 1024 x 1024 0.76 in 4.
 _SMALLEST_SIDE = 192
 _MOST_PANELS, _NARROWEST_PANEL = 8, 64
 _MOST_NARROW_PANELS, _NARROWEST_NARROW_PANEL = 4, 256  # of 16-bit numbers
