@@ -1,22 +1,7 @@
 """Muon for PyTorch on many ranks: every hidden matrix has one owner, the rest stays on FSDP2."""
 
-from dmuon.checkpoint.description import describe_checkpoint, verify_checkpoint
-from dmuon.checkpoint.difference import diff_checkpoints
-from dmuon.checkpoint.export import export_weights
-from dmuon.checkpoint.handle import SaveHandle
-from dmuon.checkpoint.listing import list_checkpoints
-from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from dmuon.checkpoint.manifest import Manifest, read_manifest
-from dmuon.checkpoint.manifest import verify as verify_files
-from dmuon.checkpoint.saving import save_checkpoint
-from dmuon.checkpoint.torch_optim import (
-    muon_settings_from_torch,
-    optimizer_state_from_torch,
-    optimizer_state_to_torch,
-    read_optimizer_state,
-)
-from dmuon.counters import Counters
-from dmuon.dedicate import dedicate_params
+from typing import TYPE_CHECKING
+
 from dmuon.errors import (
     CheckpointError,
     CollectiveError,
@@ -27,24 +12,14 @@ from dmuon.errors import (
     SetupError,
     StateDictError,
 )
-from dmuon.gradients import (
-    clip_grad_norm_,
-    no_sync,
-    nonfinite_gradients,
-    wait_all_replicate_broadcasts,
-)
-from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
-from dmuon.layout import Layout, Split
-from dmuon.model_state import get_model_state_dict, nonfinite_weights, set_model_state_dict
 from dmuon.newton_schulz import (
     CLASSIC_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
     newton_schulz,
 )
-from dmuon.optimizer import Muon
-from dmuon.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
-from dmuon.partition import Matrix, Plan, make_plan
-from dmuon.selection import is_hidden_matrix
+
+if TYPE_CHECKING:
+    from dmuon.on_demand import *
 
 __version__ = "0.1.0"
 
@@ -99,3 +74,17 @@ __all__ = [
     "verify_files",
     "wait_all_replicate_broadcasts",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Load what was left until it is used: DTensor and FSDP2 take seconds (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dmuon import on_demand
+
+    globals().update({each: getattr(on_demand, each) for each in on_demand.__all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""The command ``dmuon``: arguments in, an exit code out."""
+"""The command ``dmuon``: arguments in, an exit code out.
+
+It imports what a command needs when that runs, so that help is there at once.
+"""
 
 import argparse
 import json
@@ -7,10 +10,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dmuon_platform.errors import PlatformError, exit_code_of
-from dmuon_platform.spec import JobSpec, load_job
+
+if TYPE_CHECKING:
+    from dmuon_platform.spec import JobSpec
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -110,6 +115,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _schema(_arguments: argparse.Namespace) -> int:
+    from dmuon_platform.spec import JobSpec
+
     print(json.dumps(JobSpec.model_json_schema(), indent=2))
     return 0
 
@@ -142,7 +149,9 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _job(arguments: argparse.Namespace) -> JobSpec:
+def _job(arguments: argparse.Namespace) -> "JobSpec":
+    from dmuon_platform.spec import load_job
+
     overrides = list(arguments.set)
     if getattr(arguments, "address", None) is not None:
         overrides.append(f"resources.address={arguments.address}")
