@@ -154,7 +154,7 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
 
 
 def _forward_backward(contender: Contender, settings: Settings) -> None:
-    tokens = torch.randint(0, decoder.VOCABULARY, (1, settings.sequence + 1))
+    tokens = torch.randint(0, settings.vocabulary, (1, settings.sequence + 1))
     contender.model(tokens).square().mean().backward()
 
 

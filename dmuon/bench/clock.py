@@ -1,6 +1,7 @@
 """Timing the phases of a step on the host or on an accelerator, without waiting in between."""
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -31,14 +32,20 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices whose work is done when the call returns."""
+    """For devices whose work is done when the call returns.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: what the time is. ``time.process_time``: that of the CPU in all threads of this
+            process, which waiting does not add to.
+    """
+
+    def __init__(self, seconds: Callable[[], float] = time.perf_counter) -> None:
+        self._seconds = seconds
         self._marks: list[float] = []
 
     def mark(self) -> None:
         """Note this moment."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(self._seconds())
 
     def laps(self) -> Laps:
         """The times between the four marks."""

@@ -1,4 +1,4 @@
-"""The two contenders: one model each, equal at the start, wrapped and optimised their own way."""
+"""The contenders: one model each, equal at the start, wrapped and optimised their own way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
-from dmuon.bench import decoder
-from dmuon.bench.settings import Settings
+from dmuon.bench import decoder, public
+from dmuon.bench.settings import (
+    ADAMW,
+    ALLTOALL,
+    DMUON,
+    GATHER,
+    MUON_FSDP2,
+    PUBLIC,
+    TORCH_MUON,
+    Settings,
+)
+from dmuon.bench.sharded_muon import ExchangingMuon, GatheringMuon, ShardedMuon
+from dmuon.newton_schulz import Coefficients
 
-ADAMW, DMUON = "adamw", "dmuon"
 _ADAMW_LR = 1e-3
 _MUON_LR = 0.005  # no warm-up here; 0.2 of it is the RMS of an update, as AdamW's at 1e-3
 
@@ -22,7 +32,7 @@ class Contender:
     """A model in training.
 
     Attributes:
-        name: ``ADAMW`` or ``DMUON``.
+        name: one of ``CONTENDERS``.
         losses: of this rank's rows, one a step taken.
     """
 
@@ -45,13 +55,37 @@ def make_dmuon(settings: Settings, mesh: DeviceMesh, device: torch.device) -> Co
         model, mesh, reshard_after_forward=settings.reshard, mp_policy=_policy(settings)
     )
     model = _shard(model, settings, mesh)
-    return Contender(DMUON, model, dmuon.Muon(model, lr=_MUON_LR, adamw_lr=_ADAMW_LR))
+    optimizer = dmuon.Muon(
+        model, lr=_MUON_LR, adamw_lr=_ADAMW_LR, ns_coefficients=_coefficients(settings)
+    )
+    return Contender(DMUON, model, optimizer)
 
 
-MAKERS: tuple[Callable[[Settings, DeviceMesh, torch.device], Contender], ...] = (
-    make_adamw,
-    make_dmuon,
-)
+def make(name: str, settings: Settings, mesh: DeviceMesh, device: torch.device) -> Contender:
+    """The contender called ``name``. Collective over ``mesh``."""
+    if name == ADAMW:
+        return make_adamw(settings, mesh, device)
+    if name == DMUON:
+        return make_dmuon(settings, mesh, device)
+    model = _shard(decoder.build(settings).to(device), settings, mesh)
+    if name in _SHARDED:
+        coefficients = _coefficients(settings)
+        return Contender(name, model, _SHARDED[name](model, _MUON_LR, _ADAMW_LR, coefficients))
+    return Contender(name, model, _PUBLIC[name](model, _MUON_LR, _ADAMW_LR))
+
+
+_SHARDED: dict[str, type[ShardedMuon]] = {GATHER: GatheringMuon, ALLTOALL: ExchangingMuon}
+_PUBLIC: dict[str, Callable[[nn.Module, float, float], torch.optim.Optimizer]] = {
+    MUON_FSDP2: public.muon_fsdp2,
+    TORCH_MUON: public.torch_muon,
+}
+
+
+def _coefficients(settings: Settings) -> Coefficients:
+    """All contenders do the same arithmetic, so the ones that public contenders know with them."""
+    if set(PUBLIC) & set(settings.contenders):
+        return dmuon.CLASSIC_COEFFICIENTS
+    return dmuon.POLAR_EXPRESS_COEFFICIENTS
 
 
 def wire_dtype(settings: Settings) -> torch.dtype:

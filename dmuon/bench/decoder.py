@@ -1,4 +1,4 @@
-"""The model both contenders train: a small Llama-style decoder over bytes.
+"""The model all contenders train: a small Llama-style decoder over bytes.
 
 Letters: ``B`` batch, ``T`` tokens, ``D`` width, ``H`` heads, ``K`` width of a head.
 """
@@ -9,7 +9,6 @@ from torch import nn
 
 from dmuon.bench.settings import Settings
 
-VOCABULARY = 256  # bytes
 _ROPE_THETA = 10_000.0  # Su et al. 2021, arXiv 2104.09864
 _INITIAL_STD = 0.02  # Radford et al. 2019
 
@@ -39,7 +38,7 @@ class Attention(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention and a gated feed-forward part (SwiGLU, arXiv 2002.05202), each behind a norm."""
+    """Attention and a feed-forward part (SwiGLU, arXiv 2002.05202, or GELU), each behind a norm."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class DecoderBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(D)
         self.attention = Attention(settings)
         self.mlp_norm = nn.RMSNorm(D)
-        self.gate_proj = nn.Linear(D, inner, bias=False)
+        self.gate_proj = nn.Linear(D, inner, bias=False) if settings.gated else None
         self.up_proj = nn.Linear(D, inner, bias=False)
         self.down_proj = nn.Linear(inner, D, bias=False)
 
@@ -55,6 +54,8 @@ class DecoderBlock(nn.Module):
         """One block of the residual stream."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turn_TK)
         y = self.mlp_norm(x_BTD)
+        if self.gate_proj is None:
+            return x_BTD + self.down_proj(F.gelu(self.up_proj(y)))
         return x_BTD + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
 
 
@@ -66,10 +67,10 @@ class Decoder(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         D = settings.width
-        self.embed = nn.Embedding(VOCABULARY, D)
+        self.embed = nn.Embedding(settings.vocabulary, D)
         self.layers = nn.ModuleList(DecoderBlock(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(D)
-        self.lm_head = nn.Linear(D, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(D, settings.vocabulary, bias=False)
         turn_TK = _turns(settings.sequence, D // settings.heads)
         self.register_buffer("turns", turn_TK, persistent=False)
         for param in self.parameters():
@@ -91,14 +92,14 @@ def build(settings: Settings) -> Decoder:
     return Decoder(settings)
 
 
-def training_flops(settings: Settings, num_matrix_weights: int) -> int:
-    """Floating point operations of forward and backward of one step over all ranks.
+def training_flops(settings: Settings, num_matrix_weights: int, num_tokens: int) -> int:
+    """Floating point operations of forward and backward of ``num_tokens``.
 
     6 a token and weight of a matrix (Kaplan et al. 2020, arXiv 2001.08361), and 12 ``T D`` a token
     and layer for attention, counted without using causality.
     """
     attention = 12 * settings.layers * settings.sequence * settings.width
-    return settings.tokens * (6 * num_matrix_weights + attention)
+    return num_tokens * (6 * num_matrix_weights + attention)
 
 
 def _turns(num_tokens: int, K: int) -> torch.Tensor:

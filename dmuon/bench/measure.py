@@ -1,4 +1,4 @@
-"""What every rank does: train both contenders in turns and note the times."""
+"""What every rank does: train all contenders in turns and note the times."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,17 +9,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.bench import decoder
+from dmuon.bench import decoder, parity
 from dmuon.bench.bound import product_seconds
-from dmuon.bench.clock import Clock, Laps, clock_for
-from dmuon.bench.contenders import DMUON, MAKERS, Contender, wire_dtype
-from dmuon.bench.footprint import Footprint
+from dmuon.bench.contenders import Contender, make, wire_dtype
+from dmuon.bench.footprint import Footprint, footprint_on
 from dmuon.bench.ranks import rank_device
-from dmuon.bench.settings import Settings
-from dmuon.bench.text import load_text, rows_of
+from dmuon.bench.settings import ADAMW, DMUON, Settings
+from dmuon.bench.track import Track, Turn
 from dmuon.newton_schulz import newton_schulz_flops
 
-Round = dict[str, list[Laps]]
+Round = dict[str, Turn]
 
 
 @dataclass(frozen=True)
@@ -46,94 +45,79 @@ class RankReport:
     """What one rank saw.
 
     Attributes:
-        rounds: the laps of each step, by contender, a round.
+        rounds: the turn of each contender, a round.
         losses: mean over all ranks, one a step from the first, by contender.
-        wire_bytes: payload of DMuon's collectives in the timed steps, by kind.
-        newton_schulz: matrices orthogonalised here in the timed steps.
+        payload: bytes handed to collectives in one step, by contender and kind.
+        wire_bytes: what DMuon itself counts in the timed steps, by kind.
+        newton_schulz: matrices orthogonalised here by DMuon in the timed steps.
         product_seconds: of the matrix products of one step's Newton-Schulz here, see `bound`.
-        peak_bytes: of the device's memory in training, by contender; None where nobody counts.
+        peak_bytes: of memory in training, by contender.
+        differences: of the weights of other Muons from DMuon's, on rank 0, see `parity`.
         facts: equal on every rank.
     """
 
     rounds: list[Round]
     losses: dict[str, list[float]]
+    payload: dict[str, dict[str, int]]
     wire_bytes: dict[str, int]
     newton_schulz: int
     product_seconds: float
-    peak_bytes: dict[str, int | None]
+    peak_bytes: dict[str, int]
+    differences: dict[str, float]
     facts: ModelFacts
 
 
 def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
-    """Train both contenders, block by block in turns. Collective over all ranks."""
+    """Train all contenders, block by block in turns. Collective over all ranks."""
     device = rank_device(device_type, rank)
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    text = load_text(settings.sequence + 1)
-    clock = clock_for(device)
-    contenders, footprints = [], {}
-    for make in MAKERS:
-        footprint = Footprint(device)
-        with footprint.building():
-            contender = make(settings, mesh, device)
-        contenders.append(contender)
-        footprints[contender.name] = footprint
-    muon = next(each for each in contenders if each.name == DMUON)
-    facts = _facts(settings, muon)
-
-    def block(contender: Contender, num_steps: int) -> list[Laps]:
-        with footprints[contender.name].turn():
-            return [
-                _step(contender, _my_rows(text, settings, contender, device), clock, device)
-                for _ in range(num_steps)
-            ]
-
+    contenders, footprints = _line_up(settings, device)
+    track = Track(settings, device)
+    payload = {}
     for contender in contenders:
-        block(contender, settings.warmup)
+        with footprints[contender.name].turn(is_timed=False):
+            track.turn(contender, settings.warmup)
+            payload[contender.name] = track.payload(contender)
+    muon = next(each for each in contenders if each.name == DMUON)
+    others = [each for each in contenders if each.name not in (ADAMW, DMUON)]
+    differences = parity.differences(muon, others, settings) if others else {}
     counters = dmuon.get_counters(muon.model)
     bytes_before, newton_schulz_before = Counter(counters.bytes), counters.newton_schulz
-    rounds = []
-    for index in range(settings.repeats):  # the first of a round changes, so drift hits both alike
-        order = contenders if index % 2 == 0 else contenders[::-1]
-        rounds.append({each.name: block(each, settings.steps) for each in order})
+    rounds: list[Round] = []
+    for index in range(settings.repeats):
+        rounds.append({})
+        for contender in _rotated(contenders, index):
+            with footprints[contender.name].turn(is_timed=True):
+                rounds[-1][contender.name] = track.turn(contender, settings.steps)
     return RankReport(
         rounds=rounds,
         losses={each.name: _global_means(each.losses) for each in contenders},
+        payload=payload,
         wire_bytes=dict(counters.bytes - bytes_before),
         newton_schulz=counters.newton_schulz - newton_schulz_before,
         product_seconds=product_seconds(_shapes(dmuon.get_owned_params(muon.model)), device),
         peak_bytes={name: footprint.peak for name, footprint in footprints.items()},
-        facts=facts,
+        differences=differences,
+        facts=_facts(settings, muon),
     )
 
 
-def _step(contender: Contender, rows: torch.Tensor, clock: Clock, device: torch.device) -> Laps:
-    """One whole training step, between barriers. Collective over all ranks."""
-    _barrier(device)
-    clock.mark()
-    loss = contender.model(rows)
-    clock.mark()
-    loss.backward()
-    clock.mark()
-    contender.optimizer.step()
-    contender.optimizer.zero_grad()
-    clock.mark()
-    laps = clock.laps()
-    _barrier(device)
-    contender.losses.append(loss.detach())
-    return laps
+def _line_up(
+    settings: Settings, device: torch.device
+) -> tuple[list[Contender], dict[str, Footprint]]:
+    """All contenders in one process group. Collective over all ranks."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    contenders, footprints = [], {}
+    for name in settings.contenders:
+        footprints[name] = footprint_on(device)
+        with footprints[name].building():
+            contenders.append(make(name, settings, mesh, device))
+    return contenders, footprints
 
 
-def _my_rows(
-    text: torch.Tensor, settings: Settings, contender: Contender, device: torch.device
-) -> torch.Tensor:
-    """This rank's share of the next step's rows: the same for both contenders."""
-    step = settings.seed + len(contender.losses)
-    rows = rows_of(text, step, settings.batch, settings.sequence)
-    return rows.chunk(dist.get_world_size())[dist.get_rank()].to(device)
-
-
-def _barrier(device: torch.device) -> None:
-    dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+def _rotated(contenders: list[Contender], index: int) -> list[Contender]:
+    """The first of a round changes, so that drift hits all alike."""
+    first = index % len(contenders)
+    return contenders[first:] + contenders[:first]
 
 
 def _global_means(losses: list[torch.Tensor]) -> list[float]:
@@ -146,14 +130,18 @@ def _global_means(losses: list[torch.Tensor]) -> list[float]:
 def _facts(settings: Settings, muon: Contender) -> ModelFacts:
     shapes = _shapes(dmuon.get_dedicated_params(muon.model))
     weights = sum(rows * columns for rows, columns in shapes)
-    head = settings.width * decoder.VOCABULARY
+    head = settings.width * settings.vocabulary
+    flops = decoder.training_flops(
+        settings, weights + head, settings.tokens_over(dist.get_world_size())
+    )
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in decoder.build(settings).parameters())
     return ModelFacts(
-        parameters=sum(param.numel() for param in decoder.build(settings).parameters()),
+        parameters=parameters,
         dedicated=weights,
         matrices=len(shapes),
         dedicated_bytes=weights * wire_dtype(settings).itemsize,
-        newton_schulz_per_flop=sum(newton_schulz_flops(*shape) for shape in shapes)
-        / decoder.training_flops(settings, weights + head),
+        newton_schulz_per_flop=sum(newton_schulz_flops(*shape) for shape in shapes) / flops,
     )
 
 

@@ -21,7 +21,13 @@ import torch.multiprocessing as mp
 
 T = TypeVar("T")
 
-_WAIT_POLICY = "OMP_WAIT_POLICY"
+_ENVIRONMENT = {  # of the ranks, where the user has not chosen
+    # Threads sleep while they wait for each other. Where other programs want the same cores,
+    # threads that spin at every barrier of a small matrix product make a step five to ten times
+    # slower (measured on 2 cores with a load of 10).
+    "OMP_WAIT_POLICY": "passive",
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler, which counts memory, else writes to the terminal
+}
 _GRACE_S = 2.0  # how long the other ranks may still report once one has failed
 _PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "dmuon.bench.measure"]
 
@@ -70,7 +76,7 @@ def run_ranks(launch: Launch, body: Callable[..., T], *args: Any) -> list[T]:
     outcomes: dict[int, Outcome[T]] = {}
     pending: dict[Connection, int] = {}
     processes = []
-    with tempfile.TemporaryDirectory() as folder, _threads_that_sleep():
+    with tempfile.TemporaryDirectory() as folder, _environment_of_ranks():
         try:
             for rank in range(launch.num_ranks):
                 reader, writer = context.Pipe(duplex=False)
@@ -89,20 +95,15 @@ def run_ranks(launch: Launch, body: Callable[..., T], *args: Any) -> list[T]:
 
 
 @contextmanager
-def _threads_that_sleep() -> Iterator[None]:
-    """For the ranks: OpenMP threads sleep while they wait for each other, unless the user chose.
-
-    Where other programs want the same cores, threads that spin at every barrier of a small matrix
-    product make a step five to ten times slower (measured on 2 cores with a load of 10).
-    """
-    if _WAIT_POLICY in os.environ:
-        yield
-        return
-    os.environ[_WAIT_POLICY] = "passive"  # read when the fork server loads OpenMP
+def _environment_of_ranks() -> Iterator[None]:
+    """Libraries read it when the fork server loads them."""
+    ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        del os.environ[_WAIT_POLICY]
+        for name in ours:
+            del os.environ[name]
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:

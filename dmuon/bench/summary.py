@@ -2,58 +2,94 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dmuon.bench.clock import Laps
-from dmuon.bench.contenders import ADAMW, DMUON
 from dmuon.bench.measure import RankReport
-from dmuon.bench.settings import Settings
+from dmuon.bench.settings import ADAMW, DMUON, Settings
 
 PHASES = Laps._fields
 _SAME_START_NATS = 1e-2  # the first losses differ by rounding alone, also in bfloat16
 
+Blocks = Mapping[str, Sequence[Sequence[float]]]  # by contender, a round, a step
 
-def summarise(reports: Sequence[RankReport], settings: Settings) -> dict[str, Any]:
-    """One run of some number of ranks as plain data; all times but ``step_seconds`` are ratios."""
+
+def summarise(
+    reports: Sequence[RankReport], settings: Settings, tolerances: Mapping[str, float]
+) -> dict[str, Any]:
+    """One run of some number of ranks as plain data.
+
+    All times but ``step_seconds`` and ``cpu_seconds`` are ratios.
+    """
     num_steps = settings.steps * settings.repeats
     first = reports[0]
-    seconds = {name: _step_seconds(reports, name) for name in (ADAMW, DMUON)}
+    names = settings.contenders
+    seconds = {name: slowest(reports, name, "step") for name in names}
     base = [statistics.median(block) for block in seconds[ADAMW]]
-    ratios = [
-        statistics.median(block) / unit for block, unit in zip(seconds[DMUON], base, strict=True)
-    ]
     kinds = sorted({kind for report in reports for kind in report.wire_bytes})
     wire = {k: max(report.wire_bytes.get(k, 0) for report in reports) / num_steps for k in kinds}
     done = [report.newton_schulz / num_steps for report in reports]
     return {
         "ranks": len(reports),
-        "step_ratio": {**spread(ratios), "rounds": ratios},
-        "phases": {name: _phases(reports, name, base) for name in seconds},
+        "tokens": settings.tokens_over(len(reports)),
+        "step_ratio": {name: ratio(seconds, name, ADAMW) for name in names if name != ADAMW},
+        "best_other": best_other(seconds, {n: slowest(reports, n, "optimizer") for n in names}),
+        "phases": {name: _phases(reports, name, base) for name in names},
+        "cpu_seconds": {name: _cpu_seconds(reports, name) for name in names},
+        "payload_bytes": {name: _payload(reports, name) for name in names},
+        "sent_bytes": {name: _sent(reports, name, num_steps) for name in names},
         "wire_bytes": {kind: round(number) for kind, number in wire.items()},
         "broadcast_floor_bytes": broadcast_floor(
             len(reports), first.facts.dedicated_bytes, settings.reshard
         ),
         "newton_schulz_per_step": sum(done),
+        "newton_schulz_per_flop": first.facts.newton_schulz_per_flop,
         "optimizer_per_products": optimizer_per_products(reports),
-        "peak_bytes": {name: _most(reports, name) for name in seconds},
+        "peak_bytes": {name: max(report.peak_bytes[name] for report in reports) for name in names},
         "losses": first.losses,
-        "parity": parity(first.losses),
+        "differences": first.differences,
+        "tolerances": dict(tolerances),
+        "parity": parity(first.losses, first.differences, tolerances),
         "step_seconds": seconds,
     }
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, quartiles and extremes."""
+    """Median, tenths, quartiles and extremes."""
     ordered = sorted(values)
-    quartiles = [ordered[0]] * 3
+    tenths, quartiles = [ordered[0]] * 9, [ordered[0]] * 3
     if len(ordered) > 1:
+        tenths = statistics.quantiles(ordered, n=10, method="inclusive")
         quartiles = statistics.quantiles(ordered, n=4, method="inclusive")
     return {
         "median": statistics.median(ordered),
+        "tenths": [tenths[0], tenths[-1]],
         "quartiles": [quartiles[0], quartiles[2]],
         "min": ordered[0],
         "max": ordered[-1],
+    }
+
+
+def ratio(blocks: Blocks, name: str, unit: str) -> dict[str, Any]:
+    """The spread over rounds of one contender's median step over that of another."""
+    rounds = [
+        statistics.median(block) / statistics.median(other)
+        for block, other in zip(blocks[name], blocks[unit], strict=True)
+    ]
+    return {**spread(rounds), "rounds": rounds}
+
+
+def best_other(steps: Blocks, optimizers: Blocks) -> dict[str, Any] | None:
+    """DMuon over the other Muon with the shortest step; None when there is no other."""
+    others = [name for name in steps if name not in (ADAMW, DMUON)]
+    if not others:
+        return None
+    best = min(others, key=lambda name: ratio(steps, name, ADAMW)["median"])
+    return {
+        "name": best,
+        "step_ratio": ratio(steps, DMUON, best),
+        "optimizer_ratio": ratio(optimizers, DMUON, best),
     }
 
 
@@ -72,16 +108,25 @@ def optimizer_per_products(reports: Sequence[RankReport]) -> float:
     momentum, weight update, AdamW for the rest, publish, and waiting for other ranks.
     """
     busiest = max(reports, key=lambda report: report.product_seconds)
-    laps = [lap.optimizer for one in busiest.rounds for lap in one[DMUON]]
+    laps = [lap.optimizer for one in busiest.rounds for lap in one[DMUON].laps]
     return statistics.median(laps) / busiest.product_seconds
 
 
-def parity(losses: dict[str, list[float]]) -> dict[str, bool]:
-    """Whether both contenders trained: the same start, finite losses, an end below the start."""
+def parity(
+    losses: Mapping[str, Sequence[float]],
+    differences: Mapping[str, float],
+    tolerances: Mapping[str, float],
+) -> dict[str, bool]:
+    """Whether all contenders trained, and all Muons the same.
+
+    That is: the same start, finite losses, an end below the start; weights within tolerances.
+    """
+    starts = [each[0] for each in losses.values()]
     return {
-        "same_start": abs(losses[ADAMW][0] - losses[DMUON][0]) < _SAME_START_NATS,
+        "same_start": max(starts) - min(starts) < _SAME_START_NATS,
         "finite": all(math.isfinite(loss) for each in losses.values() for loss in each),
         "falling": all(each[-1] < each[0] for each in losses.values()),
+        "same_weights": all(differences[name] <= tolerances[name] for name in differences),
     }
 
 
@@ -96,13 +141,26 @@ def loss_difference(runs: Sequence[dict[str, Any]]) -> float:
     return max(differences, key=lambda each: (math.isnan(each), each))
 
 
-def _step_seconds(reports: Sequence[RankReport], name: str) -> list[list[float]]:
+def scaling(runs: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """By contender, tokens a second with each number of ranks over those with the first."""
+
+    def tokens_per_second(run: dict[str, Any], name: str) -> float:
+        steps = [step for block in run["step_seconds"][name] for step in block]
+        return run["tokens"] / statistics.median(steps)
+
+    return {
+        name: [tokens_per_second(run, name) / tokens_per_second(runs[0], name) for run in runs]
+        for name in runs[0]["step_seconds"]
+    }
+
+
+def slowest(reports: Sequence[RankReport], name: str, phase: str) -> list[list[float]]:
     """Of each step of each round: the slowest rank's, since the next barrier waits for it."""
     rounds = zip(*(report.rounds for report in reports), strict=True)
     return [
         [
-            max(laps.step for laps in step)
-            for step in zip(*(each[name] for each in one), strict=True)
+            max(getattr(laps, phase) for laps in step)
+            for step in zip(*(each[name].laps for each in one), strict=True)
         ]
         for one in rounds
     ]
@@ -112,14 +170,32 @@ def _phases(reports: Sequence[RankReport], name: str, base: Sequence[float]) -> 
     """Mean over ranks of each phase in units of AdamW's step of the same round; median over all."""
     samples: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for index, unit in enumerate(base):
-        for step in zip(*(report.rounds[index][name] for report in reports), strict=True):
+        for step in zip(*(report.rounds[index][name].laps for report in reports), strict=True):
             for phase in PHASES:
                 mean = statistics.fmean(getattr(laps, phase) for laps in step)
                 samples[phase].append(mean / unit)
     return {phase: statistics.median(values) for phase, values in samples.items()}
 
 
-def _most(reports: Sequence[RankReport], name: str) -> int | None:
-    """The peak of the rank that needs most; None where it was not counted."""
-    peaks = [report.peak_bytes[name] for report in reports]
-    return max((peak for peak in peaks if peak is not None), default=None)
+def _cpu_seconds(reports: Sequence[RankReport], name: str) -> dict[str, float]:
+    """Of each phase, all ranks together; median over all steps."""
+    ranks = [[cpu for one in report.rounds for cpu in one[name].cpu] for report in reports]
+    return {
+        phase: statistics.median(
+            sum(getattr(cpu, phase) for cpu in step) for step in zip(*ranks, strict=True)
+        )
+        for phase in PHASES
+    }
+
+
+def _payload(reports: Sequence[RankReport], name: str) -> dict[str, int]:
+    """Of one step by kind, on the rank that hands over most of it."""
+    kinds = sorted({kind for report in reports for kind in report.payload[name]})
+    return {kind: max(report.payload[name].get(kind, 0) for report in reports) for kind in kinds}
+
+
+def _sent(reports: Sequence[RankReport], name: str, num_steps: int) -> float | None:
+    """Of a step, all ranks together; None where nobody counts."""
+    counts = [one[name].sent for report in reports for one in report.rounds]
+    known = [count for count in counts if count is not None]
+    return sum(known) / num_steps if len(known) == len(counts) else None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dmuon.bench.footprint import Footprint
+from dmuon.bench.footprint import DeviceFootprint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,17 +18,17 @@ def test_what_others_hold_does_not_count_and_what_was_held_before_does() -> None
         return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
 
     device = torch.device("cuda", 0)
-    ours, theirs = Footprint(device), Footprint(device)
+    ours, theirs = DeviceFootprint(device), DeviceFootprint(device)
     with ours.building():
         weights = allocate(10)
     with theirs.building():
         other = allocate(500)
-    with ours.turn():
+    with ours.turn(is_timed=False):
         moments = allocate(20)  # stays
         allocate(40)
-    with theirs.turn():
+    with theirs.turn(is_timed=False):
         allocate(100)
-    with ours.turn():
+    with ours.turn(is_timed=False):
         allocate(50)
     # the allocator may hand out blocks that are somewhat larger
     assert ours.peak == pytest.approx(80 * MIB, abs=4 * MIB)  # 10 and 20 that stay, then 50

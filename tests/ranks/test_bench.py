@@ -1,5 +1,6 @@
-"""The benchmark command: what it counts, that both contenders train, how it fails. No times."""
+"""The benchmark command: what it counts, that all contenders agree, how it fails. No times."""
 
+import importlib.util
 import json
 import math
 import os
@@ -11,24 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-from dmuon.bench import bound, command
+from dmuon.bench import bound, command, decoder
 from dmuon.bench.clock import Laps
+from dmuon.bench.host_footprint import HostFootprint
 from dmuon.bench.measure import ModelFacts, RankReport
+from dmuon.bench.presets import PRESETS
 from dmuon.bench.ranks import Launch, RankError, run_ranks
 from dmuon.bench.settings import Settings
 from dmuon.bench.summary import (
     PHASES,
+    best_other,
     loss_difference,
     optimizer_per_products,
     parity,
     spread,
 )
+from dmuon.bench.track import Turn
 from dmuon.newton_schulz import newton_schulz_flops
 
 ROOT = Path(__file__).parents[2]
 WIDTH, INTERMEDIATE, LAYERS, STEPS, REPEATS, WARMUP = 32, 48, 2, 2, 2, 1
+RANKS = 3  # over which rows do not divide evenly
 TINY = {
-    "ranks": "1,2",
+    "ranks": f"1,{RANKS}",
     "steps": STEPS,
     "repeats": REPEATS,
     "warmup": WARMUP,
@@ -37,10 +43,8 @@ TINY = {
     "layers": LAYERS,
     "heads": 2,
     "sequence": 16,
-    "batch": 4,
+    "batch": 2 * RANKS,
 }
-MATRICES = 7 * LAYERS
-DEDICATED = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * INTERMEDIATE)
 
 
 def run_command(file: Path, *more: str) -> tuple[str, dict[str, Any]]:
@@ -54,56 +58,95 @@ def run_command(file: Path, *more: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("more", "passes", "item_bytes"),
+    ("others", "more", "passes", "item_bytes"),
     [
-        ((), 2, 4),
-        (("--no-reshard",), 1, 4),
-        (("--precision", "bfloat16"), 2, 2),
+        (("gather", "alltoall"), (), 2, 4),
+        ((), ("--no-reshard", "--no-gated", "--vocabulary", "300"), 1, 4),
+        (("alltoall",), ("--precision", "bfloat16"), 2, 2),
     ],
     ids=["reshard", "keep", "bfloat16"],
 )
-def test_both_train_and_the_counted_bytes_are_the_floor(
-    tmp_path: Path, more: tuple[str, ...], passes: int, item_bytes: int
+def test_all_train_alike_and_the_counted_bytes_are_the_floor(
+    tmp_path: Path, others: tuple[str, ...], more: tuple[str, ...], passes: int, item_bytes: int
 ) -> None:
-    table, result = run_command(tmp_path / "bench.json", *more)
+    contenders = ("adamw", "dmuon", *others)
+    call = (*more, "--contenders", ",".join(contenders))
+    table, result = run_command(tmp_path / "bench.json", *call)
 
-    assert result["model"]["dedicated"] == DEDICATED
-    assert result["model"]["matrices"] == MATRICES
-    assert [run["ranks"] for run in result["runs"]] == [1, 2]
-    alone, both = result["runs"]
+    matrices = 6 * LAYERS if "--no-gated" in more else 7 * LAYERS
+    dedicated = LAYERS * WIDTH * (4 * WIDTH + (matrices // LAYERS - 4) * INTERMEDIATE)
+    assert result["model"]["dedicated"] == dedicated
+    assert result["model"]["matrices"] == matrices
+    assert [run["ranks"] for run in result["runs"]] == [1, RANKS]
+    alone, together = result["runs"]
     assert alone["wire_bytes"] == {}
-    gradients = (DEDICATED + MATRICES) * 4  # float32, and a flag for each
-    assert both["wire_bytes"] == {
-        "broadcast": passes * DEDICATED * item_bytes,
+    gradients = (dedicated + matrices) * 4  # float32, and a flag for each
+    assert together["wire_bytes"] == {
+        "broadcast": passes * dedicated * item_bytes,
         "all_to_all": gradients,
         "agreement": 2 * 9 * 8,  # at forward and backward nine numbers, to compare the calls
     }
-    assert both["broadcast_floor_bytes"] == passes * DEDICATED * item_bytes
+    assert together["broadcast_floor_bytes"] == passes * dedicated * item_bytes
     for run in result["runs"]:
-        check_run(run)
+        check_run(run, contenders, matrices)
+    if len(others) == 2:
+        check_traffic(together, dedicated)
     rounding = 1e-4 if item_bytes == 4 else 5e-2
     assert result["loss_difference_between_ranks"] < rounding
     assert "ratios" in table
     assert table.count("same start, finite, falling") == 2
     assert table.count("times as long as its matrix products alone") == 2
-    assert "memory" not in table
 
 
-def check_run(run: dict[str, Any]) -> None:
-    assert run["newton_schulz_per_step"] == MATRICES
+def check_run(run: dict[str, Any], contenders: tuple[str, ...], matrices: int) -> None:
+    assert run["newton_schulz_per_step"] == matrices
     assert run["optimizer_per_products"] > 0
-    assert run["peak_bytes"] == {"adamw": None, "dmuon": None}  # nobody counts on a CPU
-    assert run["parity"] == {"same_start": True, "finite": True, "falling": True}
-    assert len(run["step_ratio"]["rounds"]) == REPEATS
-    ratio = run["step_ratio"]
-    assert 0 < ratio["min"] <= ratio["quartiles"][0] <= ratio["median"]
-    assert ratio["median"] <= ratio["quartiles"][1] <= ratio["max"]
-    for name in ("adamw", "dmuon"):
+    assert run["parity"] == dict.fromkeys(("same_start", "finite", "falling", "same_weights"), True)
+    assert set(run["differences"]) == set(contenders[2:])
+    assert 0 < run["peak_bytes"]["dmuon"] < 1.2 * run["peak_bytes"]["adamw"]
+    assert run["best_other"] is None or run["best_other"]["name"] in contenders[2:]
+    for name in contenders:
         losses = run["losses"][name]
-        assert len(losses) == WARMUP + REPEATS * STEPS
+        assert len(losses) == WARMUP + 1 + REPEATS * STEPS  # one is counted, not timed
         assert all(math.isfinite(loss) for loss in losses)
-        assert set(run["phases"][name]) == set(PHASES)
+        assert set(run["phases"][name]) == set(run["cpu_seconds"][name]) == set(PHASES)
         assert [len(block) for block in run["step_seconds"][name]] == [STEPS] * REPEATS
+    for name in contenders[1:]:
+        ratio = run["step_ratio"][name]
+        assert len(ratio["rounds"]) == REPEATS
+        ordered = [ratio["min"], ratio["tenths"][0], ratio["quartiles"][0], ratio["median"]]
+        assert ordered[0] > 0
+        assert ordered == sorted(ordered)
+
+
+def check_traffic(run: dict[str, Any], dedicated: int) -> None:
+    """What torch is asked for, what DMuon counts and what the kernel sends, against each other."""
+    payload, sent = run["payload_bytes"], run["sent_bytes"]
+    assert payload["dmuon"]["broadcast"] == run["wire_bytes"]["broadcast"]
+    # DMuon counts what goes in; more comes out where somebody owns more
+    assert 1 <= payload["dmuon"]["all_to_all"] / run["wire_bytes"]["all_to_all"] < 1.3
+    whole = dedicated * 4  # updates travel in float32
+    assert payload["gather"]["all_gather"] > payload["adamw"]["all_gather"] + whole - 1
+    assert payload["alltoall"]["all_gather"] == payload["adamw"]["all_gather"]
+    assert 2 * whole / RANKS <= payload["alltoall"]["all_to_all"] < 4 * whole / RANKS
+    # of matrices this small, the frames of gloo are a part that counts
+    gathered = (RANKS - 1) * whole
+    assert gathered <= sent["gather"] - sent["adamw"] < 1.4 * gathered
+    exchanged = 2 * gathered / RANKS
+    assert exchanged <= sent["alltoall"] - sent["adamw"] < 1.4 * exchanged
+
+
+def test_torchs_own_muon_takes_part_and_work_grows_with_the_ranks(tmp_path: Path) -> None:
+    more = ("--ranks", "1,2", "--contenders", "adamw,dmuon,torch_muon", "--weak", "--threads", "1")
+    table, result = run_command(tmp_path / "bench.json", *more)
+    tokens = int(TINY["batch"]) * int(TINY["sequence"])
+    assert [run["tokens"] for run in result["runs"]] == [tokens, 2 * tokens]
+    assert [run["threads"] for run in result["runs"]] == [1, 1]
+    for run in result["runs"]:
+        assert 1e-3 < run["differences"]["torch_muon"] < run["tolerances"]["torch_muon"]
+    assert result["scaling"]["torch_muon"][0] == 1.0
+    assert result["loss_difference_between_ranks"] is None
+    assert "weak scaling, DMuon" in table
 
 
 @pytest.mark.parametrize(
@@ -115,6 +158,18 @@ def check_run(run: dict[str, Any]) -> None:
         (["--ranks", "3"], "multiple of each of 3"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--timeout", "0"], "--timeout must be at least 1"),
+        (["--vocabulary", "255"], "--vocabulary must be at least 256"),
+        (["--contenders", "adamw,dmuon,sgd"], "there is no 'sgd', only adamw, dmuon, gather"),
+        (["--contenders", "adamw,gather"], "dmuon always take part"),
+        (["--contenders", "adamw,dmuon,adamw"], "names one twice"),
+        pytest.param(
+            ["--contenders", "adamw,dmuon,muon_fsdp2"],
+            "pip install muon-fsdp2",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("muon_fsdp2") is not None, reason="it is installed"
+            ),
+        ),
+        (["--preset", "11m"], "invalid choice: '11m'"),
         (["--width", "100"], "--width 100 must be a multiple"),
         (["--layers", "many"], "invalid int value"),
         (["--device", "cuda", "--ranks", "4096", "--batch", "4096"], "one GPU a rank"),
@@ -148,7 +203,8 @@ def test_a_rank_that_dies_silently_is_named_and_nobody_waits_for_it() -> None:
 
 
 def test_the_spread_of_one_round_is_that_round() -> None:
-    assert spread([1.5]) == {"median": 1.5, "quartiles": [1.5, 1.5], "min": 1.5, "max": 1.5}
+    twice = {"tenths": [1.5, 1.5], "quartiles": [1.5, 1.5]}
+    assert spread([1.5]) == {**twice, "median": 1.5, "min": 1.5, "max": 1.5}
 
 
 def test_a_machine_of_one_operation_a_second_takes_as_many_seconds_as_operations(
@@ -165,16 +221,55 @@ def test_a_machine_of_one_operation_a_second_takes_as_many_seconds_as_operations
 
 def test_the_optimizer_is_compared_with_the_products_of_the_rank_that_has_most() -> None:
     def report(product_seconds: float, *optimizer: float) -> RankReport:
-        rounds = [{"dmuon": [Laps(9.0, 9.0, seconds)]} for seconds in optimizer]
-        return RankReport(rounds, {}, {}, 0, product_seconds, {}, ModelFacts(0, 0, 0, 0, 0.0))
+        rounds = [{"dmuon": Turn([Laps(9.0, 9.0, seconds)], [], None)} for seconds in optimizer]
+        facts = ModelFacts(0, 0, 0, 0, 0.0)
+        return RankReport(rounds, {}, {}, {}, 0, product_seconds, {}, {}, facts)
 
     reports = [report(0.0, 7.0, 7.0, 7.0), report(2.0, 3.0, 2.5, 50.0)]
     assert optimizer_per_products(reports) == 1.5
 
 
-def test_parity_tells_what_does_not_hold() -> None:
-    losses = {"adamw": [5.5, 5.0], "dmuon": [5.5, math.nan]}
-    assert parity(losses) == {"same_start": True, "finite": False, "falling": False}
+@pytest.mark.parametrize("difference", [0.2, math.nan])
+def test_parity_tells_what_does_not_hold(difference: float) -> None:
+    losses = {"adamw": [5.5, 5.0], "dmuon": [5.5, math.nan], "gather": [5.5, 5.0]}
+    assert parity(losses, {"gather": difference}, {"gather": 0.1}) == {
+        "same_start": True,
+        "finite": False,
+        "falling": False,
+        "same_weights": False,
+    }
+
+
+def test_dmuon_is_compared_with_the_fastest_other_muon() -> None:
+    steps = {"adamw": [[1.0]], "dmuon": [[1.2]], "gather": [[3.0]], "alltoall": [[1.5]]}
+    optimizers = {"dmuon": [[0.2]], "gather": [[0.1]], "alltoall": [[0.4]]}
+    best = best_other(steps, optimizers)
+    assert best is not None
+    assert best["name"] == "alltoall"
+    assert best["step_ratio"]["median"] == pytest.approx(0.8)
+    assert best["optimizer_ratio"]["median"] == pytest.approx(0.5)
+
+
+def test_memory_of_one_contender_is_what_it_holds_and_takes_on_the_way() -> None:
+    def allocate(mib: int) -> torch.Tensor:
+        return torch.empty(mib * 2**20, dtype=torch.uint8)
+
+    ours, theirs = HostFootprint(), HostFootprint()
+    with ours.building():
+        weights = allocate(10)
+    with theirs.building():
+        other = allocate(500)
+    with ours.turn(is_timed=False):
+        moments = allocate(20)  # stays
+        allocate(40)
+    with ours.turn(is_timed=True):
+        allocate(900)  # nobody looks
+    with ours.turn(is_timed=False):
+        del weights
+        allocate(50)
+    assert ours.peak == 70 * 2**20  # 10 and 20 that stay, then 40; or 20, then 50
+    assert theirs.peak == 0
+    del moments, other
 
 
 def test_the_largest_difference_of_a_loss_shows_nan() -> None:
@@ -185,7 +280,14 @@ def test_the_largest_difference_of_a_loss_shows_nan() -> None:
     assert math.isnan(loss_difference([run(5.0, 4.0), run(math.nan, 4.5)]))
 
 
-def test_defaults_are_valid_and_about_ten_million_parameters() -> None:
-    settings = Settings()
-    weights = 4 * settings.width**2 + 3 * settings.width * settings.intermediate
-    assert 9e6 < settings.layers * weights < 12e6
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_about_as_many_parameters_as_they_say(name: str) -> None:
+    settings = Settings(**PRESETS[name])
+    with torch.device("meta"):
+        model = decoder.build(settings)
+    number = sum(param.numel() for param in model.parameters())
+    unit = {"m": 1e6, "b": 1e9}
+    said = 17e6 if name == "orient" else float(name[:-1]) * unit[name[-1]]
+    assert number == pytest.approx(said, rel=0.15)
+    if name == "10m":
+        assert settings == Settings()
