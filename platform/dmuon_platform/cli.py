@@ -114,10 +114,14 @@ def _validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _schema(_arguments: argparse.Namespace) -> int:
+def _schema(arguments: argparse.Namespace) -> int:
     from dmuon_platform.spec import JobSpec
+    from dmuon_platform.spec.reference import reference
 
-    print(json.dumps(JobSpec.model_json_schema(), indent=2))
+    if arguments.markdown:
+        print(reference(), end="")
+    else:
+        print(json.dumps(JobSpec.model_json_schema(), indent=2))
     return 0
 
 
@@ -174,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--follow", action="store_true", help="show its output until it ends")
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
+    schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")

@@ -69,6 +69,12 @@ def test_the_registered_version_tells_its_origin_and_the_run_has_pictures(refere
     assert plots == {"loss.png", "throughput.png", "learning_rates.png", "ownership.png"}
 
 
+def test_the_guide_names_everything_in_the_folder_of_a_run(reference):
+    run, _ = reference
+    guide = (Path(__file__).parents[2] / "platform" / "README.md").read_text(encoding="utf-8")
+    assert [e.name for e in run.folder.iterdir() if f"`{e.name}" not in guide] == []
+
+
 def test_status_tells_what_the_run_has_come_to(reference):
     run, _ = reference
     code, output = driver.run("status", run.folder, "--json")

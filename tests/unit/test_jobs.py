@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from dmuon_platform.outline import owner_plan
 from dmuon_platform.spec import job_of, load_job
+from dmuon_platform.spec.fields import all_keys
+from dmuon_platform.spec.reference import reference
+from dmuon_platform.spec.resume import MAY_CHANGE
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.toml"))
@@ -12,6 +15,21 @@ JOBS = sorted((ROOT / "jobs").glob("*.toml"))
 
 def test_the_three_jobs_of_the_readme_are_there() -> None:
     assert {"tiny_cpu", "gpt_125m_fsdp", "llama_1b_hsdp"} <= {job.stem for job in JOBS}
+
+
+def test_the_guide_has_every_job_every_key_and_what_may_change() -> None:
+    guide = (ROOT / "jobs" / "README.md").read_text(encoding="utf-8")
+    assert guide.endswith(reference()), "print it anew with: dmuon schema --markdown"
+    assert all(f"({job.name})" in guide for job in JOBS)
+    assert all(f"`{key}`" in guide for key in MAY_CHANGE)
+
+
+@pytest.mark.parametrize("key", list(all_keys()))
+def test_every_key_has_its_line(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    tables = reference().split("\n### ")
+    (table,) = [each for each in tables if each.startswith(f"`[{section}]`")] or tables[:1]
+    assert f"| `{name}` |" in table
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
