@@ -1,4 +1,8 @@
-"""One attempt at a training: a Ray Train run of its own, with a fixed number of workers."""
+"""One attempt at a training: a Ray Train run of its own, with a fixed number of workers.
+
+The process that is connected to Ray and Ray's controller import this file as well as the workers,
+one after another before the first step, so it imports no more than those two need.
+"""
 
 import json
 import threading
@@ -8,11 +12,11 @@ from typing import Any
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from dmuon_platform import cluster
 from dmuon_platform.causes import Cause, cause_of
 from dmuon_platform.pulse import catch_sigterm
-from dmuon_platform.saving import RAY_FOLDER
+from dmuon_platform.run_folder import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.worker import train_worker
 
 START_FAILURES = 3
 """How often Ray may fail to start the workers before that counts as a failed attempt."""
@@ -55,12 +59,37 @@ class _TorchConfig(TorchConfig):  # type: ignore[misc]
         return _Backend
 
 
+class _Trainer(TorchTrainer):  # type: ignore[misc]
+    """Ray's, with fewer processes of its own beside the workers, and so a sooner first step."""
+
+    needless = frozenset({"DatasetsCallback"})
+    """Of what Ray calls at each start: that one serves Ray datasets, and workers read their own."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        # They have no switch. Should Ray name them otherwise, their processes start, unused.
+        callbacks = super()._create_default_callbacks()
+        return [each for each in callbacks if type(each).__name__ not in self.needless]
+
+
+class _OwnRayTrainer(_Trainer):
+    """In a Ray of our own, which ends with its controller, nothing is left to be cleaned up."""
+
+    needless = _Trainer.needless | {"PlacementGroupCleanerCallback"}
+
+
+def _train(config: dict[str, Any]) -> dict[str, Any]:
+    from dmuon_platform.worker import train_worker  # which only workers import
+
+    return train_worker(config)
+
+
 def _trainer(spec: JobSpec, num_workers: int, config: dict[str, Any]) -> TorchTrainer:
     resources = {"CPU": spec.resources.cpus_per_worker}
     if spec.resources.gpus_per_worker:
         resources["GPU"] = spec.resources.gpus_per_worker
-    return TorchTrainer(
-        train_worker,
+    trainer = _OwnRayTrainer if cluster.address_of(spec) is None else _Trainer
+    return trainer(
+        _train,
         train_loop_config=config,
         torch_config=_TorchConfig(timeout_s=spec.faults.timeout_s),
         scaling_config=ray.train.ScalingConfig(

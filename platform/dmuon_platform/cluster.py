@@ -38,7 +38,7 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # also the cadence of ray.train.report
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # `driving` watches for machines that leave
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
     "RAY_worker_niceness": "0",  # else everything else on the machine goes before the training
 }

@@ -10,6 +10,9 @@ from dmuon_platform.spec import load_job
 JOB_FILE = "job.toml"
 """The resolved job inside its run folder: what later launches are compared with."""
 
+RAY_FOLDER = "ray"
+"""Ray's own folder inside a run: its snapshot, and pointers to our checkpoints."""
+
 JOB_SUFFIXES = frozenset({".toml", ".yaml", ".yml", ".json"})
 
 

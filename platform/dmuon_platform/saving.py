@@ -21,13 +21,11 @@ from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import hf_config
 from dmuon_platform.place import Place
+from dmuon_platform.run_folder import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.store import CONFIG_FILE, Checkpoint, CheckpointStore
 from dmuon_platform.training import Training
 from dmuon_platform.weights_digest import digest_of_checkpoint
-
-RAY_FOLDER = "ray"
-"""Ray's own folder inside a run: its snapshot, and pointers to our checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -54,3 +54,10 @@ assert names <= set(globals()) and callable(dmuon.newton_schulz) and callable(ne
 assert dmuon.Muon is Muon is dmuon.optimizer.Muon
 """
     assert "dmuon.on_demand" in imported_by(program)
+
+
+def test_what_steers_the_workers_does_not_import_what_they_do() -> None:
+    """Ray's controller imports this after the driver has, and before the workers begin."""
+    assert not {"dmuon_platform.training", "torch.distributed.fsdp"} & imported_by(
+        "import dmuon_platform.attempts"
+    )
