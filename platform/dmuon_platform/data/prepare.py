@@ -61,7 +61,7 @@ def check_size(info: DatasetInfo, global_batch_size: int) -> None:
 
 
 def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
-    """Return the dataset of a job, tokenising it with Ray Data if it is not there yet.
+    """Return the dataset of a job, tokenising it if it is not there yet, with Ray Data if large.
 
     The folder ``cache_dir/<digest>`` is named for everything that goes into it. One that is there
     is verified, and made anew when damaged. Ray must be initialised only when it has to be made.

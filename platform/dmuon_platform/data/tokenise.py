@@ -15,7 +15,7 @@ from dmuon_platform.data.tokenizer import TextTokenizer
 from dmuon_platform.data.writer import Passage
 from dmuon_platform.errors import PlatformError, SpecError
 
-_GROUP_BYTES = 4 << 20  # files of one task, unless a single one is larger
+_GROUP_BYTES = 4 << 20  # files of one task, unless a single one is larger; no less is divided
 _YIELD_BYTES = 4 << 20  # text of one block of results
 
 _SCHEMA = pa.schema(
@@ -81,15 +81,23 @@ class TokeniseTask:
 def tokenise_files(files: Sequence[Path], task: TokeniseTask) -> Iterator[Passage]:
     """Tokenise the files on all CPUs of the Ray cluster and yield their passages in order.
 
-    The order is that of the files, whatever the number of CPUs or blocks. Memory is bounded by a
-    few groups of files. The files must have the same paths on all nodes.
+    What is too small to divide is done here, sooner than Ray Data could start. The order is that
+    of the files, whatever the number of CPUs or blocks. Memory is bounded by a few groups of
+    files. The files must have the same paths on all nodes.
 
     Raises:
         SpecError: A file cannot be read.
     """
+    groups = _group(files)
+    if sum(file.stat().st_size for file in files) <= _GROUP_BYTES:
+        yield from _in_order(task(pa.Table.from_pylist(groups)))
+    else:
+        yield from _on_all_cpus(groups, task)
+
+
+def _on_all_cpus(groups: list[dict[str, Any]], task: TokeniseTask) -> Iterator[Passage]:
     import ray.data
 
-    groups = _group(files)
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
