@@ -1,7 +1,8 @@
-"""Storage that takes its time: each write to the disk sleeps first, in this process."""
+"""Storage that takes its time: each write to the disk waits first, in this process."""
 
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,20 @@ class SlowDisk:
     def __init__(self, delay_s: float) -> None:
         self.num_writes = 0
         self._delay_s = delay_s
+        self._is_free = threading.Event()
+        self._is_free.set()
+
+    def hold(self) -> None:
+        """Let all writes wait, until there is no need any more."""
+        self._is_free.clear()
+
+    def release(self) -> None:
+        self._is_free.set()
 
     def pause(self) -> None:
         self.num_writes += 1
         time.sleep(self._delay_s)
+        self._is_free.wait()
 
     def slowed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def slow_call(*args: Any) -> Any:
@@ -45,7 +56,7 @@ class SlowDisk:
 
 @contextmanager
 def slow_storage(delay_s: float) -> Iterator[SlowDisk]:
-    """Writes of new files sleep for ``delay_s`` each, whichever call of the system they are."""
+    """Writes of new files take ``delay_s`` each, whichever call of the system they are."""
     disk, plain_open = SlowDisk(delay_s), Path.open
 
     def slow_open(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:

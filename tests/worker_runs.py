@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 from dmuon_platform.assembly import assemble
 from dmuon_platform.data import Dataset, open_dataset
+from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.place import Place
 from dmuon_platform.pulse import Pulse
 from dmuon_platform.record import Record
 from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec, job_of
+from dmuon_platform.stop_request import After, StopFile, StopRequest
 from dmuon_platform.training import Training
 from dmuon_platform.worker import train
 from small_job import small
@@ -93,6 +96,16 @@ def run_worker(
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
         saving = Alone(spec, place, attempt, {}, pulse.at)
         return train(spec, training, saving, pulse, Record(spec, place, attempt), plan)
+
+
+def ask_to_stop(spec: JobSpec, reason: str, after: After = After.END) -> None:
+    """Ask in the file, and return when rank 0 has seen it: it looks before each of its beats."""
+    beats = Heartbeats(spec.run_dir)
+    StopFile(spec.run_dir).write(StopRequest.now(LAUNCH, reason, after))
+    seen = {beats.read()[0].time}
+    while len(seen) < 3:  # it may just have looked when it wrote the first of them
+        time.sleep(0.05)
+        seen.add(beats.read()[0].time)
 
 
 def samples_read(spec: JobSpec, attempt: int) -> dict[int, list[int]]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.events import Journal
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.stop_request import After, StopFile, StopRequest
+from dmuon_platform.stop_request import After, StopFile
 from dmuon_platform.store import CheckpointStore
 from ranks_runner import run_ranks
 from safetensors import safe_open
-from worker_runs import LAUNCH, run_worker, samples_read, worker_job
+from worker_runs import ask_to_stop, run_worker, samples_read, worker_job
 
 STEPS = 24
 
@@ -49,12 +48,9 @@ def test_machines_lost_and_added_change_neither_samples_nor_weights(tmp_path: Pa
         kill = partial(os.kill, os.getpid(), signal.SIGKILL)
         run_worker(spec, 1, 8 if rank in (2, 3) else -1, kill)
 
-    def ask_for_more() -> None:
-        StopFile(spec.run_dir).write(StopRequest.now(LAUNCH, "room for 4", After.RESTART))
-        time.sleep(2.0)  # until rank 0 has looked
-
     def grow(rank: int) -> None:
-        stopped = run_worker(spec, 2, 15 if rank == 0 else -1, ask_for_more)["stopped"]
+        ask = partial(ask_to_stop, spec, "room for 4", After.RESTART)
+        stopped = run_worker(spec, 2, 15 if rank == 0 else -1, ask)["stopped"]
         assert (stopped["after"], stopped["step"]) == (After.RESTART, 17)
 
     with pytest.raises(AssertionError, match="died without a traceback"):

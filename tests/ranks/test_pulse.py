@@ -12,10 +12,10 @@ from dmuon_platform.place import Place
 from dmuon_platform.pulse import Pulse, catch_sigterm
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stall import stuck_ranks
-from dmuon_platform.stop_request import After, StopFile, StopRequest
+from dmuon_platform.stop_request import After, StopFile
 from dmuon_platform.store import CheckpointStore
 from ranks_runner import run_ranks
-from worker_runs import LAUNCH, run_worker, worker_job
+from worker_runs import LAUNCH, ask_to_stop, run_worker, worker_job
 
 STALL_S = 2.0
 
@@ -58,9 +58,9 @@ def test_what_is_slow_but_comes_forward_is_not_stuck(spec):
             for _ in range(2):
                 pulse.at(Phase.SAVE)
                 time.sleep(2 * STALL_S)
-            for _ in range(4):
+            for _ in range(15):
                 pulse.at(Phase.COMPUTE)
-                time.sleep(0.6 * STALL_S)
+                time.sleep(0.1 * STALL_S)
 
     run_ranks(2, body)
     assert not any(beat.is_stuck for beat in Heartbeats(spec.run_dir).read())
@@ -73,8 +73,7 @@ def test_a_request_stops_all_ranks_after_the_same_step_with_a_checkpoint(spec, t
         if how == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            StopFile(spec.run_dir).write(StopRequest.now(LAUNCH, "maintenance"))
-            time.sleep(1.0)  # until rank 0 has looked
+            ask_to_stop(spec, "maintenance")
 
     def first(rank: int) -> None:
         catch_sigterm()
