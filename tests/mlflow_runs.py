@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -17,6 +19,7 @@ from dmuon_platform.drain import Drain
 from dmuon_platform.events import Journal
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.tracked_run import SQLITE
 from dmuon_platform.tracking import describe
 from dmuon_platform.tracking_files import TrackingFiles
 
@@ -58,8 +61,21 @@ def start_attempt(spec: JobSpec, attempt: int, step: int) -> None:
 def drain_of(spec: JobSpec, facts: Mapping[str, object] | None = None) -> Drain:
     """A drain in this process, which saves the start of another one."""
     files = TrackingFiles(spec.run_dir)
-    files.describe(describe(spec, facts or {}, files.run_key()))
+    description = describe(spec, facts or {}, files.run_key())
+    files.describe(description)
+    database = Path(description.uri.removeprefix(SQLITE))
+    if description.uri.startswith(SQLITE) and not database.exists():
+        database.write_bytes(_empty_database())
     return Drain(spec.run_dir)
+
+
+@cache
+def _empty_database() -> bytes:
+    """What MLflow makes of no file, over all versions of its schema, which takes seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mlflow.db"
+        mlflow.MlflowClient(f"{SQLITE}{file}").search_experiments()
+        return file.read_bytes()
 
 
 def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,15 @@ def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
     return finish(start(*arguments, **environment))
 
 
-def wait_until(condition: Any, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
-    """Wait until something is so, while the command still runs."""
+def wait_until(
+    condition: Callable[[], Any],
+    process: subprocess.Popen[str] | None = None,
+    timeout_s: float = 300,
+) -> None:
+    """Wait until something is so, while the command, if one is given, still runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             raise AssertionError(f"ended too early ({process.returncode}):\n{finish(process)[1]}")
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
