@@ -125,6 +125,12 @@ def _schema(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from dmuon_platform import doctor
+
+    return doctor.run(arguments)
+
+
 def _chaos(arguments: argparse.Namespace) -> int:
     from dmuon_platform import chaos
 
@@ -179,6 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
     schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
+    doctor = commands.add_parser("doctor", help="look whether this machine can train")
+    _add_doctor(doctor)
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
@@ -187,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
         command.add_argument("--set", **SETTINGS)
     actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
-    actions |= {chaos: _chaos, bench: _bench_recovery}
+    actions |= {doctor: _doctor, chaos: _chaos, bench: _bench_recovery}
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
@@ -195,6 +203,14 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_command(name, commands.add_parser(name, help=text))
     _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
     return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit codes: 0 a training can run, 1 something must be mended first."
+    parser.add_argument("--storage", default="runs", help="the folder of all runs; default: runs")
+    parser.add_argument("--address", help="a Ray cluster, or http://HOST:8265 of its job server")
+    parser.add_argument("--tracking-uri", help="of MLflow; default: a database in --storage")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

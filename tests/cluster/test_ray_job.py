@@ -63,6 +63,19 @@ def _listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+def test_the_doctor_finds_the_job_server(head, tmp_path):
+    env, ports = head
+    options = ("--storage", tmp_path, "--json")
+    code, output = driver.run(
+        "doctor", "--address", env["RAY_API_SERVER_ADDRESS"], *options, RAY_AUTH_MODE="disabled"
+    )
+    found = {each["about"]: each["state"] for each in json.loads(output)}
+    assert (code, found["Ray job server"]) == (0, "ok"), output
+    code, output = driver.run("doctor", "--address", f"127.0.0.1:{ports['gcs']}", *options)
+    found = {each["about"]: each["state"] for each in json.loads(output)}
+    assert (code, found["Ray"]) == (0, "ok"), output
+
+
 def test_ray_job_submit_does_what_dmuon_run_does_also_when_it_is_stopped_and_submitted_again(
     head, reference, text, tmp_path
 ):

@@ -12,6 +12,8 @@ import mlflow
 import psutil
 import pytest
 from dmuon_platform.events import Journal
+from dmuon_platform.finding import State
+from dmuon_platform.service_checks import check_mlflow
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.tracking import FINISH_S, Tracker, deliver_pending
 from dmuon_platform.tracking_files import TrackingFiles
@@ -46,7 +48,9 @@ def test_a_server_killed_and_restarted_mid_way_has_every_point_once(server, tmp_
         start_attempt(spec, 1, 0)
         train(spec, 1, 10)
         wait_for(lambda: told(spec) > 0)
+        assert check_mlflow(server.uri, tmp_path).state is State.GOOD
         server.kill()
+        assert check_mlflow(server.uri, tmp_path).state is State.POOR
         train(spec, 11, 30)  # would wait for ever if it waited for the server
         Journal(spec.run_dir).append("restarted", step=20, cause="rank 1 was killed")
         wait_for(lambda: TrackingFiles(spec.run_dir).delivered().problem is not None)

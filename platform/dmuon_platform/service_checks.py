@@ -1,0 +1,84 @@
+"""What a training reaches over the network: a Ray cluster, and MLflow."""
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+
+from dmuon_platform.finding import Finding, State
+
+TIMEOUT_S = 5.0
+
+
+def check_ray(address: str | None) -> Iterator[Finding]:
+    """Yield whether a cluster answers and takes us; without an address a job has its own Ray."""
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+    if address is None:
+        yield Finding("Ray", State.GOOD, "a job starts one of its own, with a token of its own")
+        return
+    if address.startswith(("http://", "https://")):
+        yield _job_server(address.rstrip("/"), mode)
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        fix = "give host:port of the head (6379), or http://host:8265 of its job server"
+        yield Finding("Ray", State.BROKEN, f"{address!r} is no address", fix)
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+    except OSError as error:
+        fix = f"start it with `ray start --head --port={port}`, or open the port between machines"
+        yield Finding("Ray", State.BROKEN, f"nothing answers at {address} ({error})", fix)
+        return
+    seen = f"{address} answers; RAY_AUTH_MODE is {mode}"
+    yield Finding("Ray", State.GOOD, seen)
+
+
+def _job_server(address: str, mode: str) -> Finding:
+    about = "Ray job server"
+    try:
+        version = _version_at(address)
+    except urllib.error.HTTPError as error:
+        fix = "give the address of Ray's dashboard, port 8265 unless changed"
+        if error.code in (401, 403):
+            fix = f"set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the head; ours is {mode}"
+        return Finding(about, State.BROKEN, f"{address} answers {error.code}", fix)
+    except (OSError, ValueError, KeyError) as error:
+        fix = "start it with `ray start --head` (it needs ray[default]), or correct the address"
+        return Finding(about, State.BROKEN, f"none at {address} ({error})", fix)
+    ours = metadata.version("ray")
+    if version != ours:
+        fix = f"install the same version on both sides: pip install 'ray=={version}'"
+        return Finding(about, State.BROKEN, f"Ray {version} there, {ours} here", fix)
+    return Finding(about, State.GOOD, f"Ray {version} at {address}; RAY_AUTH_MODE is {mode}")
+
+
+def _version_at(address: str) -> str:
+    request = urllib.request.Request(f"{address}/api/version")
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        request.add_header("Authorization", f"Bearer {token}")
+    with closing(urllib.request.urlopen(request, timeout=TIMEOUT_S)) as answer:
+        return str(json.load(answer)["ray_version"])
+
+
+def check_mlflow(uri: str | None, storage: Path) -> Finding:
+    """Say whether MLflow can be told; a training runs in any case."""
+    if uri is None:
+        return Finding("MLflow", State.GOOD, f"a database in {storage}")
+    if not uri.startswith(("http://", "https://")):
+        return Finding("MLflow", State.GOOD, f"{uri.split('://')[0]}, opened by the job")
+    try:
+        with closing(urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=TIMEOUT_S)) as it:
+            version = it.read(100).decode("ascii", "replace")
+    except (OSError, ValueError) as error:
+        fix = (
+            "start it with `mlflow server`; a name that is refused (403) belongs in its "
+            "--allowed-hosts. Until then metrics wait on the disk"
+        )
+        return Finding("MLflow", State.POOR, f"no server at {uri} ({error})", fix)
+    return Finding("MLflow", State.GOOD, f"MLflow {version} at {uri}")
