@@ -125,6 +125,12 @@ def _schema(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _init(arguments: argparse.Namespace) -> int:
+    from dmuon_platform import job_draft
+
+    return job_draft.run(arguments)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from dmuon_platform import doctor
 
@@ -185,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
     schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
+    init = commands.add_parser("init", help="write a first job file for your data and hardware")
+    _add_init(init)
     doctor = commands.add_parser("doctor", help="look whether this machine can train")
     _add_doctor(doctor)
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
@@ -195,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
         command.add_argument("--set", **SETTINGS)
     actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
-    actions |= {doctor: _doctor, chaos: _chaos, bench: _bench_recovery}
+    actions |= {init: _init, doctor: _doctor, chaos: _chaos, bench: _bench_recovery}
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
@@ -203,6 +211,15 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_command(name, commands.add_parser(name, help=text))
     _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
     return parser
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a new .toml file; its name is the run's")
+    parser.add_argument("--data", help="text, JSONL or Parquet; default: Python's own library")
+    parser.add_argument("--tokenizer", help="a tokenizer.json; default: one token a byte")
+    parser.add_argument(
+        "--workers", type=_positive, help="default: one a GPU, or a core of up to four"
+    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/data/documents.py": OURS | {"pyarrow"},
     "platform/dmuon_platform/data/tokenizer.py": OURS | {"numpy", "tokenizers"},
     "platform/dmuon_platform/launch.py": OURS | {"rich"},
+    "platform/dmuon_platform/job_draft.py": OURS | {"torch"},
     "platform/dmuon_platform/machine_checks.py": OURS | {"torch", "psutil", "packaging"},
     "platform/dmuon_platform/model/huggingface.py": OURS | {"torch", "transformers"},
     "platform/dmuon_platform/plots.py": OURS | {"matplotlib"},

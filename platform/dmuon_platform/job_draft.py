@@ -1,0 +1,177 @@
+"""``dmuon init``: a first job file for somebody's data and hardware, with a comment on each key."""
+
+import argparse
+import glob
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmuon_platform.durable_file import write_whole
+from dmuon_platform.errors import SpecError
+from dmuon_platform.spec import JobSpec, job_of, load_job
+from dmuon_platform.spec.fields import field_at
+from dmuon_platform.spec.toml import toml_value
+
+_WIDTH = 100
+_MOST_CPU_WORKERS = 4
+Sections = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a job is written for.
+
+    Attributes:
+        num_workers: One a GPU, or as many processes as share the cores.
+        cores: CPU cores of one worker.
+        has_gpus: Whether each worker has a GPU.
+    """
+
+    num_workers: int
+    cores: int
+    has_gpus: bool
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file and say what comes next; returns 0.
+
+    Raises:
+        SpecError: The file is there already, or nothing matches the data.
+    """
+    target = Path(arguments.file)
+    if target.exists():
+        raise SpecError(f"{target} is there already; give another file, or move it away.")
+    if not target.parent.is_dir():
+        raise SpecError(f"{target} cannot be written: there is no folder {target.parent}.")
+    hardware = _hardware(arguments.workers)
+    text = draft(target.stem, hardware, data=arguments.data, tokenizer=arguments.tokenizer)
+    write_whole(target, text)
+    load_job(target, [])  # what is written is right, or we are told now
+    kind = "GPUs" if hardware.has_gpus else "CPU workers"
+    print(f"Wrote {target} for {hardware.num_workers} {kind}. Next:\n")
+    print(f"  dmuon validate {target}\n  dmuon run {target}")
+    return 0
+
+
+def draft(name: str, hardware: Hardware, data: str | None, tokenizer: str | None) -> str:
+    """Return a job file as TOML, each key with the comment that its class has.
+
+    Args:
+        name: Of the run; characters that a name cannot have become ``-``.
+        hardware: What it is for.
+        data: A file or glob of text, JSONL or Parquet; None: Python's own library.
+        tokenizer: A ``tokenizer.json``; None: one token a byte.
+
+    Raises:
+        SpecError: Nothing matches ``data``, or there is no such tokenizer.
+    """
+    if data is not None and not glob.glob(data, recursive=True):
+        raise SpecError(f"Nothing matches --data {data!r}; quote a glob, so that we get to see it.")
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise SpecError(f"There is no tokenizer {tokenizer!r}; give a model's tokenizer.json.")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "first"
+    sections: Sections = {
+        **(_on_gpus(hardware) if hardware.has_gpus else _on_cpu(hardware)),
+        "data": {
+            "source": data or "python-stdlib",
+            "tokenizer": tokenizer or "bytes",
+            "sequence_length": 1024 if hardware.has_gpus else 128,
+        },
+    }
+    sections["model"]["vocab_size"] = 256 if tokenizer is None else _vocabulary(Path(tokenizer))
+    job_of({"name": name, **sections})
+    return "\n".join(_lines(name, hardware, sections))
+
+
+def _hardware(workers: int | None) -> Hardware:
+    import torch
+
+    cores = os.cpu_count() or 1
+    gpus = torch.cuda.device_count()
+    num_workers = workers or gpus or min(_MOST_CPU_WORKERS, max(1, cores))
+    return Hardware(num_workers, max(1, cores // num_workers), gpus > 0)
+
+
+def _on_cpu(hardware: Hardware) -> Sections:
+    return {
+        "model": _sizes(128, 352, 4, 4),
+        "train": _batch(hardware, 8, steps=300),
+        "optimizer": {"lr": 0.02, "adamw_lr": 0.003},
+        "schedule": {"kind": "wsd", "warmup_steps": 20},
+        "evaluation": {"every": 100},
+        "checkpoint": {"every": 50},
+        "resources": {"workers": hardware.num_workers, "cpus_per_worker": hardware.cores},
+    }
+
+
+def _on_gpus(hardware: Hardware) -> Sections:
+    """The sizes of GPT-2 small and, as Hoffmann et al. 2022 found, 20 tokens a parameter."""
+    batch = _batch(hardware, 16, tokens=2_500_000_000)
+    return {
+        "model": _sizes(768, 2048, 12, 12),
+        "train": {**batch, "precision": "bfloat16", "compile": True},
+        "optimizer": {"lr": 0.02, "weight_decay": 0.1, "adamw_lr": 0.002},
+        "schedule": {"kind": "wsd", "warmup_steps": 500},
+        "evaluation": {"every": 500},
+        "checkpoint": {"every": 500},
+        "resources": {
+            "workers": hardware.num_workers,
+            "cpus_per_worker": hardware.cores,
+            "gpus_per_worker": 1,
+        },
+    }
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 256,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+def _batch(hardware: Hardware, micro_batch: int, **length: int) -> dict[str, Any]:
+    return {
+        **length,
+        "global_batch_size": micro_batch * hardware.num_workers,
+        "micro_batch_size": micro_batch,
+    }
+
+
+def _vocabulary(tokenizer: Path) -> int:
+    from dmuon_platform.data.tokenizer import load_tokenizer
+
+    size: int = load_tokenizer(str(tokenizer)).vocab_size
+    return -(-size // 64) * 64  # matrix units like multiples of 64
+
+
+def _lines(
+    name: str, hardware: Hardware, sections: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    kind = "GPUs" if hardware.has_gpus else "workers on the CPU"
+    yield f"# A job for {hardware.num_workers} {kind}, made by `dmuon init`. Keys that are not here"
+    yield "# have their defaults; `dmuon schema --markdown` explains all of them."
+    yield ""
+    yield from _commented(["name"], name)
+    yield from _commented(["storage"], "runs")
+    for section in JobSpec.model_fields:
+        if section in sections:
+            yield f"\n[{section}]"
+            for key, value in sections[section].items():
+                yield from _commented([section, key], value)
+    yield ""
+
+
+def _commented(path: list[str], value: Any) -> Iterator[str]:
+    field = field_at(path)
+    assert field is not None  # sections are checked before
+    words = " ".join(inspect.cleandoc(field.description or "").split()).replace("``", "`")
+    yield from textwrap.wrap(words, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    yield f"{path[-1]} = {toml_value(value)}"

@@ -1,0 +1,68 @@
+"""``dmuon init`` writes a job that is right, explained, and for this machine."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from dmuon_platform import cli
+from dmuon_platform.job_draft import Hardware, draft
+from dmuon_platform.spec import load_job
+
+GPUS = Hardware(num_workers=8, cores=12, has_gpus=True)
+CPUS = Hardware(num_workers=3, cores=1, has_gpus=False)
+
+
+def test_what_it_writes_is_a_job_of_that_name_that_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 5000, encoding="utf-8")
+    job = tmp_path / "my job.toml"
+    assert cli.main(["init", str(job), "--data", str(text), "--workers", "2"]) == 0
+    assert f"dmuon run {job}" in capsys.readouterr().out
+    spec = load_job(job)
+    assert (spec.name, spec.resources.workers) == ("my-job", 2)
+    assert spec.data.source == str(text)
+    assert spec.resources.gpus_per_worker == int(torch.cuda.is_available())
+    assert cli.main(["validate", str(job), "--set", f"storage={tmp_path / 'runs'}"]) == 0
+
+
+@pytest.mark.parametrize("hardware", [GPUS, CPUS])
+def test_every_key_is_explained_and_every_section_fits_the_machine(
+    hardware: Hardware, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(draft("job", hardware, None, None), encoding="utf-8")
+    spec = load_job(job)
+    assert spec.resources.workers == hardware.num_workers
+    assert spec.accumulation(hardware.num_workers) == 1
+    assert spec.train.precision == ("bfloat16" if hardware.has_gpus else "float32")
+    lines = job.read_text(encoding="utf-8").splitlines()
+    for above, line in pairwise(lines):
+        assert "=" not in line or line.startswith("#") or above.startswith("# "), line
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["there.toml"], "there.toml is there already"),
+        (["no/where.toml"], "there is no folder no"),
+        (["new.toml", "--data", "*.nothing"], "Nothing matches --data '*.nothing'"),
+        (["new.toml", "--tokenizer", "none.json"], "There is no tokenizer 'none.json'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.toml").write_text("mine")
+    assert cli.main(["init", *arguments]) == 78
+    assert said in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["there.toml"]
+    assert (tmp_path / "there.toml").read_text() == "mine"
