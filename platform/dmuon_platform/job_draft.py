@@ -152,9 +152,7 @@ def _vocabulary(tokenizer: Path) -> int:
     return -(-size // 64) * 64  # matrix units like multiples of 64
 
 
-def _lines(
-    name: str, hardware: Hardware, sections: Mapping[str, Mapping[str, Any]]
-) -> Iterator[str]:
+def _lines(name: str, hardware: Hardware, sections: Sections) -> Iterator[str]:
     kind = "GPUs" if hardware.has_gpus else "workers on the CPU"
     yield f"# A job for {hardware.num_workers} {kind}, made by `dmuon init`. Keys that are not here"
     yield "# have their defaults; `dmuon schema --markdown` explains all of them."
