@@ -13,7 +13,8 @@ from dmuon import dedication as dedications
 from dmuon import mesh as meshes
 from dmuon import torch_internals, wrapping
 from dmuon.agreement import check_same_plan
-from dmuon.dedication import Boundary, Dedication
+from dmuon.boundaries import Boundary
+from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
 from dmuon.owner_map import OwnerMap
 from dmuon.parameter import DedicatedParam

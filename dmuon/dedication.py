@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon import torch_internals, wrapping
 from dmuon.block import Block
+from dmuon.boundaries import Boundaries, Boundary, blocks_of
 from dmuon.call_order import Call, CallOrder
 from dmuon.counters import Counters
 from dmuon.engine import Conduct, Engine
@@ -26,8 +27,6 @@ from dmuon.replicas import send_first_row
 
 _ATTRIBUTE = "_dmuon_dedication"
 _OWNS = "_dmuon_owns"
-
-Boundary = Callable[[str, nn.Module], bool]
 
 
 @dataclass(eq=False)
@@ -277,32 +276,8 @@ class Dedication:
         return param.param.detach()
 
     def blocks_of_params(self) -> list[str]:
-        """For each parameter the name of the module whose hooks serve it.
-
-        The root serves what several blocks use: a tied parameter, or a module that they share.
-        """
-        names: dict[nn.Module, list[str]] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(name)
-        boundaries = {
-            module: {self.model.get_submodule(self._boundary(name)) for name in names[module]}
-            for module in {module for param in self.params for module, _ in param.sites}
-        }
-        blocks = []
-        for param in self.params:
-            serving = set().union(*(boundaries[module] for module, _ in param.sites))
-            blocks.append(names[serving.pop()][0] if len(serving) == 1 else "")
-        return blocks
-
-    def _boundary(self, module_name: str) -> str:
-        if self.hook_boundary is None:
-            return wrapping.boundary_of(module_name, self.model)
-        parts = module_name.split(".") if module_name else []
-        for end in range(len(parts), 0, -1):
-            name = ".".join(parts[:end])
-            if self.hook_boundary(name, self.model.get_submodule(name)):
-                return name
-        return ""
+        """For each parameter the name of the module whose hooks serve it."""
+        return blocks_of(self.params, Boundaries(self.model, self.hook_boundary))
 
 
 def attach(dedication: Dedication) -> None:

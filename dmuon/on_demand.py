@@ -29,10 +29,15 @@ from dmuon.model_state import get_model_state_dict, nonfinite_weights, set_model
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon.partition import Matrix, Plan, make_plan
+from dmuon.planning.cluster import Cluster
+from dmuon.planning.forecast import Forecast, plan
+from dmuon.planning.workload import Workload
 from dmuon.selection import is_hidden_matrix
 
 __all__ = [
+    "Cluster",
     "Counters",
+    "Forecast",
     "Layout",
     "LoadedCheckpoint",
     "Manifest",
@@ -41,6 +46,7 @@ __all__ = [
     "Plan",
     "SaveHandle",
     "Split",
+    "Workload",
     "clip_grad_norm_",
     "dedicate_params",
     "describe",
@@ -62,6 +68,7 @@ __all__ = [
     "nonfinite_weights",
     "optimizer_state_from_torch",
     "optimizer_state_to_torch",
+    "plan",
     "read_manifest",
     "read_optimizer_state",
     "save_checkpoint",

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dmuon.balance import Item, distribute
 from dmuon.layout import Layout, make_layout
@@ -38,7 +39,7 @@ class Matrix:
         if self.layout is None:
             object.__setattr__(self, "layout", make_layout(self.name, self.shape))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

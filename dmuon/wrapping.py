@@ -9,7 +9,6 @@ values of ``get_dedicated_params(model)`` does the same by hand.
 
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NoReturn, Protocol
 
 from torch import nn
@@ -74,23 +73,3 @@ def follow_gradient_sync(model: nn.Module, engine: Syncing) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.__dict__["set_requires_gradient_sync"] = set_all if module is model else refuse
-
-
-def boundary_of(module_name: str, model: nn.Module) -> str:
-    """Name of the module whose hooks serve the parameters of ``module_name``.
-
-    The nearest module given to ``fully_shard``; without any, the outermost element of a module
-    list that has a forward of its own; else the root, which is called for certain.
-    """
-    parts = module_name.split(".") if module_name else []
-    names = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    modules = [(name, model.get_submodule(name)) for name in names]
-    sharded = [name for name, module in modules[1:] if isinstance(module, FSDPModule)]
-    if sharded:
-        return sharded[-1]
-    if any(isinstance(module, FSDPModule) for module in model.modules() if module is not model):
-        return ""
-    for (_, parent), (name, module) in pairwise(modules):
-        if isinstance(parent, nn.ModuleList) and type(module).forward is not nn.Module.forward:
-            return name
-    return ""

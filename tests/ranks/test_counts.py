@@ -4,16 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import Collectives
 from ranks_runner import run_ranks
 from tiny import loss_of, share, tokens
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from wrapped import make_mesh, prepare
 
 import dmuon
@@ -21,25 +19,6 @@ import dmuon
 FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
 CALL = 72  # in which a rank tells the others what it does
 NUM_MICRO_BATCHES = 3
-
-
-class Collectives(TorchDispatchMode):
-    """Bytes of the tensors of every collective that anybody starts in this thread, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2].strip("_")
-            # of the all-to-all, (received, sent, ...), what is sent
-            given = args[1] if name.startswith("alltoall") else args[0]
-            tensors = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
-            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
-        return func(*args, **(kwargs or {}))
 
 
 def micro_batches(model: nn.Module, no_sync: bool) -> Iterator[None]:

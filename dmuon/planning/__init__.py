@@ -1,0 +1,1 @@
+"""What a training step will cost, worked out from names, shapes and the mesh, without any rank."""

@@ -1,0 +1,126 @@
+"""Whole weights and gradients that a rank holds for a while, at their peak.
+
+The moments of a step in the order of `dmuon.engine` and of FSDP2, and what is there in each:
+weights of the block at hand and of the one that is sent for ahead, gradients from autograd until
+they are packed, and what is packed until it has been reduced. A reduction is taken to be over when
+it is asked for, which a rank does only after the next block; on a grid all first legs wait for the
+end of the backward, as `dmuon.ledger` keeps them, and the second leg of the first begins then.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dmuon.partition import Plan
+from dmuon.planning.conduct import Conduct
+from dmuon.planning.shape import BlockShape, ModelShape
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of one block on a rank.
+
+    Attributes:
+        arrived: weights of its matrices that others keep.
+        gathered: weights of its symmetric parameters, on all shards.
+        computed: gradients of these from autograd; ``computed_early`` of all but embeddings.
+        scattering: the same on their way, padded.
+        accumulated: gradients of all its parameters that wait for the last micro-batch.
+        pending: packed gradients of its matrices until their reduction is asked for.
+        sending: the same while it begins.
+        settling: what the second leg of the reduction takes beside.
+    """
+
+    arrived: int
+    gathered: int
+    computed: int
+    computed_early: int
+    scattering: int
+    accumulated: int
+    pending: int
+    sending: int
+    settling: int
+
+
+def peak_of_unsharded(shape: ModelShape, plan: Plan, conduct: Conduct, rank: int) -> int:
+    """Bytes on a rank."""
+    owners = iter(plan.owners)
+    held = []
+    for block in shape.blocks:
+        owned = [(next(owners), matrix.numel) for matrix in block.matrices]
+        held.append(_held(block, owned, conduct, rank))
+    has_root = bool(shape.blocks) and shape.blocks[0].name == ""
+    return max((*_forward(held, conduct, has_root), *_backward(held, conduct, has_root)), default=0)
+
+
+def _held(
+    block: BlockShape, owned: Sequence[tuple[int, int]], conduct: Conduct, rank: int
+) -> _Held:
+    mesh, weight, grad = conduct.mesh, conduct.weight_itemsize, conduct.reduce_itemsize
+    S, R, is_exchange = mesh.num_shards, mesh.num_replicas, conduct.transport == "all_to_all"
+    mine = [numel for owner, numel in owned if owner % S == rank % S]
+    final = [numel for owner, numel in owned if owner == rank]
+    # a flag travels with each gradient
+    flats = grad * (block.dedicated_numel + len(owned))
+    my_flats, final_flats = (grad * (sum(some) + len(some)) for some in (mine, final))
+    pending = sending = flats
+    if is_exchange and S > 1:
+        exchanged = flats + S * my_flats  # what is sent, and what arrives
+        pending, sending = exchanged + my_flats, exchanged + flats
+    numels = {param: param.padded(1) for param in block.symmetric}
+    numel = block.dedicated_numel + sum(numels.values())
+    padded = block.padded(S)
+    return _Held(
+        arrived=weight * (block.dedicated_numel - sum(mine)),
+        gathered=weight * padded,
+        computed=weight * sum(numels.values()),
+        computed_early=weight * sum(n for param, n in numels.items() if not param.is_looked_up),
+        scattering=grad * padded,
+        accumulated=max(weight, grad) * numel if conduct.num_micro_batches > 1 else 0,
+        pending=pending if owned else 0,
+        sending=sending + weight * _last_parcel(owned) if owned else 0,
+        settling=my_flats + R * final_flats if is_exchange and R > 1 else 0,
+    )
+
+
+def _last_parcel(owned: Sequence[tuple[int, int]]) -> int:
+    """Elements of the parcel that is packed last, whose gradients are still there then."""
+    last = max((str(owner), owner) for owner, _ in owned)[1]  # as parcels are sorted
+    return sum(numel for owner, numel in owned if owner == last)
+
+
+def _forward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:
+    """Making the root whole, which takes its weights twice, then block after block."""
+    root = held[0].gathered if has_root else 0
+    yield 2 * root + held[0].arrived
+    whole = 0
+    for block, following in zip(held, [*held[1:], None], strict=True):
+        ahead = 0 if following is None else following.arrived + following.gathered
+        yield root + whole + block.arrived + 2 * block.gathered + ahead
+        whole += 0 if conduct.reshard_after_forward else block.arrived + block.gathered
+
+
+def _backward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:
+    """The reduction of each block, from the last to the first, then that of the root."""
+    is_grid = conduct.mesh.num_replicas > 1
+    first = 1 if has_root else 0
+    early = held[0].accumulated or held[0].computed_early if has_root else 0
+    root = held[0].gathered + early if has_root else 0
+    waiting = sum(block.accumulated for block in held[first:])
+    under_way = scattering = settling = 0
+    for index in range(len(held) - 1, -1, -1):
+        block, before = held[index], held[:index]
+        ahead = before[-1:] if conduct.reshard_after_forward else before
+        there = sum(each.arrived for each in ahead) + under_way + scattering
+        if index >= first:
+            waiting -= block.accumulated
+            gathered = block.gathered + block.computed + sum(b.gathered for b in ahead[first:])
+            yield root + waiting + there + gathered + block.sending
+            scattering = block.scattering
+        else:
+            computed = max(block.computed, block.accumulated)
+            yield there + block.gathered + computed + block.sending
+            yield under_way + computed + block.scattering + block.pending
+        if block.sending:
+            settling = settling or block.settling
+            under_way = block.pending + (under_way if is_grid else 0)
+    yield under_way + settling
