@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.boundaries import Boundary
 from dmuon.partition import Plan, make_plan
+from dmuon.planning.advice import advice_of, limit_of
 from dmuon.planning.cluster import Cluster
 from dmuon.planning.conduct import Conduct, MeshShape, Transport, itemsizes, read_mesh
 from dmuon.planning.memory import Memory, memories
@@ -105,6 +106,16 @@ class Forecast:
             return None
         return self.time.total / self.adamw_time.total - 1
 
+    @property
+    def limit(self) -> str | None:
+        """What a step waits for most; None without a cluster."""
+        return limit_of(self)
+
+    @property
+    def advice(self) -> list[str]:
+        """What to change, most useful first; empty when nothing is worth it."""
+        return advice_of(self)
+
     def memory_of(self, rank: int) -> Memory:
         """What a rank of the mesh holds; they are numbered replica by replica."""
         activations = self.workload.activation_bytes(self.conduct.weight_itemsize)
@@ -159,6 +170,8 @@ class Forecast:
             **memory,
             **time,
             "overhead": self.overhead,
+            "limit": self.limit,
+            "advice": self.advice,
             "cluster": None if self.cluster is None else asdict(self.cluster),
             "workload": asdict(self.workload),
             "owners": dict(zip(names, plan.owners, strict=True)),
@@ -246,7 +259,7 @@ def _forecast(
             owned=max(held) // 8,
             shards=sum(p.first_shard(conduct.mesh.num_shards) for p in shape.symmetric),
             is_16_bit=conduct.weight_itemsize == 2,
-            is_16_bit_newton_schulz=True,
+            is_16_bit_newton_schulz=workload.ns_itemsize == 2,
         )
         time = step_time(work, traffic, cluster)
         shards = sum(p.first_shard(conduct.mesh.num_shards) for p in sharded.symmetric)

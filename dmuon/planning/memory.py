@@ -10,9 +10,7 @@ from dataclasses import dataclass, fields
 from dmuon.partition import Plan
 from dmuon.planning.conduct import Conduct
 from dmuon.planning.shape import ModelShape
-from dmuon.planning.unsharded import peak_of_unsharded
-
-FLOAT32 = 4
+from dmuon.planning.unsharded import FLOAT32, peak_of_unsharded
 
 
 @dataclass(frozen=True)

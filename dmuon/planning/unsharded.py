@@ -14,6 +14,8 @@ from dmuon.partition import Plan
 from dmuon.planning.conduct import Conduct
 from dmuon.planning.shape import BlockShape, ModelShape
 
+FLOAT32 = 4
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -62,10 +64,13 @@ def _held(
     # a flag travels with each gradient
     flats = grad * (block.dedicated_numel + len(owned))
     my_flats, final_flats = (grad * (sum(some) + len(some)) for some in (mine, final))
-    pending = sending = flats
+    # reduced in place, in float32 what the owner packs becomes its gradient
+    stays = rank if not is_exchange and grad == FLOAT32 else None
+    pending = flats - (0 if stays is None else final_flats)
+    sending, packed = _packing(owned, conduct, stays)
     if is_exchange and S > 1:
         exchanged = flats + S * my_flats  # what is sent, and what arrives
-        pending, sending = exchanged + my_flats, exchanged + flats
+        pending, sending = exchanged + my_flats, max(sending, exchanged + packed)
     numels = {param: param.padded(1) for param in block.symmetric}
     numel = block.dedicated_numel + sum(numels.values())
     padded = block.padded(S)
@@ -76,16 +81,35 @@ def _held(
         computed_early=weight * sum(n for param, n in numels.items() if not param.is_looked_up),
         scattering=grad * padded,
         accumulated=max(weight, grad) * numel if conduct.num_micro_batches > 1 else 0,
-        pending=pending if owned else 0,
-        sending=sending + weight * _last_parcel(owned) if owned else 0,
+        pending=pending,
+        sending=sending,
         settling=my_flats + R * final_flats if is_exchange and R > 1 else 0,
     )
 
 
-def _last_parcel(owned: Sequence[tuple[int, int]]) -> int:
-    """Elements of the parcel that is packed last, whose gradients are still there then."""
-    last = max((str(owner), owner) for owner, _ in owned)[1]  # as parcels are sorted
-    return sum(numel for owner, numel in owned if owner == last)
+def _packing(
+    owned: Sequence[tuple[int, int]], conduct: Conduct, stays: int | None
+) -> tuple[int, int]:
+    """Gradients from autograd and packed ones while parcel after parcel is packed.
+
+    Args:
+        owned: owner and elements of each matrix of the block.
+        conduct: of the training.
+        stays: the owner whose packed gradients are counted as gradients.
+
+    Returns:
+        The most bytes, and those at the end, when the gradients of the last parcel are still there.
+    """
+    parcels: dict[tuple[str, int], tuple[int, int]] = {}
+    for owner, numel in owned:
+        elements, flags = parcels.get((str(owner), owner), (0, 0))
+        parcels[str(owner), owner] = elements + numel, flags + 1
+    computed, packed, moments = conduct.weight_itemsize * sum(n for _, n in owned), 0, [0]
+    for (_, owner), (numel, flags) in sorted(parcels.items()):
+        packed += 0 if owner == stays else conduct.reduce_itemsize * (numel + flags)
+        moments.append(computed + packed)
+        computed -= conduct.weight_itemsize * numel
+    return max(moments), moments[-1]
 
 
 def _forward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:

@@ -23,6 +23,7 @@ class Workload:
         flops_per_token: of forward and backward without recomputation; None: 6 a weight that
             multiplies, which leaves attention out.
         ns_steps: of Newton-Schulz.
+        ns_itemsize: bytes of an element of its arithmetic: 2 for bfloat16, 4 for float32.
 
     Raises:
         SetupError: for a number out of range.
@@ -36,6 +37,7 @@ class Workload:
     checkpointing: bool = False
     flops_per_token: float | None = None
     ns_steps: int = 5
+    ns_itemsize: int = 2
 
     def __post_init__(self) -> None:
         least = {"tokens": 1, "num_micro_batches": 1, "layers": 0, "hidden": 0, "vocabulary": 0}

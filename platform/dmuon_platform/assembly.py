@@ -21,7 +21,7 @@ def assemble(spec: JobSpec, place: Place) -> tuple[nn.Module, "dmuon.Muon", "dmu
     """
     torch.manual_seed(spec.train.seed)
     model = build_model(spec.model, spec.data.sequence_length, device="cpu").to(place.device)
-    policy = _precision(spec)
+    policy = precision(spec)
     whole_after = spec.train.reshard_after_forward
     plan = dmuon.dedicate_params(
         model, place.mesh, is_hidden, reshard_after_forward=whole_after, mp_policy=policy
@@ -33,7 +33,8 @@ def assemble(spec: JobSpec, place: Place) -> tuple[nn.Module, "dmuon.Muon", "dmu
     return model, _optimizer(spec, model), plan
 
 
-def _precision(spec: JobSpec) -> MixedPrecisionPolicy:
+def precision(spec: JobSpec) -> MixedPrecisionPolicy:
+    """Return the dtypes of weights and gradients on their way."""
     if spec.train.precision == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

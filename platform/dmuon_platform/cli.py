@@ -137,6 +137,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.run(arguments)
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    spec = _job(arguments)
+    from dmuon_platform import plan_command
+
+    return plan_command.run(spec, arguments)
+
+
 def _chaos(arguments: argparse.Namespace) -> int:
     from dmuon_platform import chaos
 
@@ -171,6 +178,8 @@ def _job(arguments: argparse.Namespace) -> "JobSpec":
     overrides = list(arguments.set)
     if getattr(arguments, "address", None) is not None:
         overrides.append(f"resources.address={arguments.address}")
+    if getattr(arguments, "workers", None) is not None:
+        overrides.append(f"resources.workers={arguments.workers}")
     return load_job(arguments.job, overrides)
 
 
@@ -189,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--address", required=True, help="its job server: http://127.0.0.1:8265")
     submit.add_argument("--follow", action="store_true", help="show its output until it ends")
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
+    plan = commands.add_parser("plan", help="foretell what a step costs on many workers")
+    _add_plan(plan)
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
     schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
     init = commands.add_parser("init", help="write a first job file for your data and hardware")
@@ -199,11 +210,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
     bench.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
-    for command in (run, submit, validate, chaos, bench):
+    for command in (run, submit, validate, plan, chaos, bench):
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
         command.add_argument("--set", **SETTINGS)
-    actions = {run: _run, submit: _submit, validate: _validate, schema: _schema}
-    actions |= {init: _init, doctor: _doctor, chaos: _chaos, bench: _bench_recovery}
+    actions: dict[argparse.ArgumentParser, Command] = {run: _run, submit: _submit, plan: _plan}
+    actions |= {validate: _validate, schema: _schema, init: _init, doctor: _doctor}
+    actions |= {chaos: _chaos, bench: _bench_recovery}
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
@@ -228,6 +240,21 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="a Ray cluster, or http://HOST:8265 of its job server")
     parser.add_argument("--tracking-uri", help="of MLflow; default: a database in --storage")
     parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Starts nothing and needs neither GPUs nor data. Times are of the best case, in which "
+        "collectives run under forward and backward. Exit codes: 0, 78 it does not fit the job."
+    )
+    add = parser.add_argument
+    add("--workers", type=int, metavar="N", help="default: the most that the job allows")
+    add("--gpu", metavar="NAME", help="for times: a100, h100, h200, b200 or mi300x")
+    add("--intra", metavar="RATE", help="of a GPU within its machine, one way: 450GB/s")
+    add("--inter", metavar="RATE", help="of a GPU to other machines; default: 50GB/s")
+    add("--gpus-per-node", type=int, default=8, metavar="G", help="in a machine; default: 8")
+    add("--achieved", type=float, default=0.4, help="part of the peak reached; default: 0.4")
+    add("--json", type=Path, metavar="FILE", help="write it for programs, in bytes and seconds")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from wrapped import make_mesh
 
 import dmuon
 from dmuon import dedication
-from dmuon.reduction import ExchangedReduction
+from dmuon.reduction import ExchangedReduction, RootedReduction
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Case:
     reshard: bool = True
     num_micro_batches: int = 1
     policy: MixedPrecisionPolicy | None = None
+    reduction: type[ExchangedReduction | RootedReduction] = ExchangedReduction
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -39,14 +40,18 @@ CASES = {
     "4": Case((4,), num_micro_batches=2),
     "2x2": Case((2, 2)),
     "2x2, kept whole, bfloat16": Case((2, 2), reshard=False, policy=BF16),
+    "2, as on NCCL": Case((2,), policy=BF16, reduction=RootedReduction),
+    "2x2, as on NCCL": Case((2, 2), policy=BF16, reduction=RootedReduction),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_memory_are_as_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    # when the ranks take turns at two cores, how long reductions last is chance
-    monkeypatch.setattr(ExchangedReduction, "is_done", wait_until_done)
+    monkeypatch.setattr(dedication, "choose_reduction", lambda group: case.reduction)
+    # when ranks take turns at few cores, how long reductions last is chance
+    monkeypatch.setattr(ExchangedReduction, "is_done", exchange_is_over)
+    monkeypatch.setattr(RootedReduction, "is_done", reduction_is_over)
 
     def body(rank: int) -> None:
         torch.manual_seed(0)
@@ -59,7 +64,7 @@ def test_bytes_and_memory_are_as_planned(name: str, monkeypatch: pytest.MonkeyPa
             reshard_after_forward=case.reshard,
             reshard_root=case.reshard,
             mp_policy=case.policy,
-            transport="all_to_all",
+            transport="all_to_all" if case.reduction is ExchangedReduction else "reduce",
         )
         memory = LiveMemory()
         with memory:
@@ -122,12 +127,12 @@ def check_bytes(
     for traffic in forecast.traffic_of(dist.get_rank()):
         planned[traffic.kind] += traffic.payload
         calls[traffic.kind] += traffic.calls
-    ours = {"broadcast", "all_to_all", "publish"}
-    for kind in ours:
+    for kind in ("broadcast", "all_to_all", "reduce", "publish"):
         assert (counters.bytes - before[0])[kind] == planned[kind], kind
         assert (counters.collectives - before[1])[kind] == calls[kind], kind
     assert seen.bytes["broadcast"] == planned["broadcast"] + planned["publish"]
     assert seen.bytes["alltoall_base"] == planned["all_to_all"]
+    assert seen.bytes["reduce"] == planned["reduce"]
     assert seen.bytes["allgather_base"] == planned["all_gather"]
     assert seen.bytes["reduce_scatter_base"] * num_shards == planned["reduce_scatter"]
     assert seen.bytes["allreduce"] == planned["all_reduce"]
@@ -157,7 +162,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def wait_until_done(self: ExchangedReduction) -> bool:
+def exchange_is_over(self: ExchangedReduction) -> bool:
     if self._work is not None:
         self._work.wait()
+    return True
+
+
+def reduction_is_over(self: RootedReduction) -> bool:
+    for work in self._works:
+        work.wait()
     return True

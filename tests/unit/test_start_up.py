@@ -29,7 +29,7 @@ def help_of(*arguments: str) -> str:
     )
 
 
-@pytest.mark.parametrize("arguments", [(), ("validate",), ("checkpoint", "list")])
+@pytest.mark.parametrize("arguments", [(), ("plan",), ("checkpoint", "list")])
 def test_help_needs_only_the_standard_library(arguments: tuple[str, ...]) -> None:
     bare, with_help = imported_by("pass"), imported_by(help_of(*arguments))
     packages = {module.partition(".")[0] for module in with_help - bare}
