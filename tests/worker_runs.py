@@ -84,12 +84,16 @@ def run_worker(
     attempt: int = 1,
     at_step: int = -1,
     action: Callable[[], None] = lambda: None,
+    data: Path | None = None,
 ) -> dict[str, Any]:
-    """Train as a worker does; ``action`` happens in this rank's loader at one step."""
+    """Train as a worker does; ``action`` happens in this rank's loader at one step.
+
+    The dataset is that of `worker_job` unless there is another.
+    """
     place = Place.take(spec)
     with Pulse(spec.run_dir, spec.faults, place, attempt, LAUNCH) as pulse:
         model, optimizer, plan = assemble(spec, place)
-        dataset = open_dataset(spec.run_dir.parent / "data")
+        dataset = open_dataset(data or spec.run_dir.parent / "data")
         dataset.__class__ = Watched
         dataset.notes = spec.run_dir / f"samples-{attempt}-{place.rank}-{os.getpid()}.jsonl"
         dataset.at_step, dataset.action = at_step, action

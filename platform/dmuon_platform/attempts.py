@@ -6,6 +6,7 @@ one after another before the first step, so it imports no more than those two ne
 
 import json
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from dmuon_platform import cluster
 from dmuon_platform.causes import Cause, cause_of
-from dmuon_platform.pulse import catch_sigterm
+from dmuon_platform.heartbeat import Heartbeats
+from dmuon_platform.pulse import beat_period_s, catch_sigterm
 from dmuon_platform.run_folder import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
 
@@ -46,14 +48,25 @@ class Attempt:
 
 
 class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray's torch backend, whose workers take SIGTERM for a request to stop."""
+    """Ray's torch backend; its methods run in Ray's controller.
 
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+    Its workers take SIGTERM for a request to stop, and the controller beats, since Ray itself
+    would wait for ever for one that is frozen.
+    """
+
+    def on_training_start(self, worker_group: Any, backend_config: "_TorchConfig") -> None:
         super().on_training_start(worker_group, backend_config)
         worker_group.execute(catch_sigterm)  # in their main threads, where signals arrive
+        beats = Heartbeats(backend_config.run_dir)
+        beats.beat_for_controller(backend_config.attempt, backend_config.beat_s)
 
 
+@dataclass
 class _TorchConfig(TorchConfig):  # type: ignore[misc]
+    run_dir: Path = Path()
+    attempt: int = 0
+    beat_s: float = 0.0
+
     @property
     def backend_cls(self) -> type:
         return _Backend
@@ -84,18 +97,20 @@ def _train(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trainer(spec: JobSpec, num_workers: int, config: dict[str, Any]) -> TorchTrainer:
-    resources = {"CPU": spec.resources.cpus_per_worker}
-    if spec.resources.gpus_per_worker:
-        resources["GPU"] = spec.resources.gpus_per_worker
     trainer = _OwnRayTrainer if cluster.address_of(spec) is None else _Trainer
     return trainer(
         _train,
         train_loop_config=config,
-        torch_config=_TorchConfig(timeout_s=spec.faults.timeout_s),
+        torch_config=_TorchConfig(
+            timeout_s=spec.faults.timeout_s,
+            run_dir=spec.run_dir,
+            attempt=config["attempt"],
+            beat_s=beat_period_s(spec.faults),
+        ),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
             use_gpu=spec.resources.gpus_per_worker > 0,
-            resources_per_worker=resources,
+            resources_per_worker=spec.resources.of_one_worker,
         ),
         run_config=ray.train.RunConfig(
             name=RAY_FOLDER,

@@ -209,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
+    bench.add_argument("--kinds", help="what strikes: kill,freeze,stall,kill_driver by default")
     bench.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
     for command in (run, submit, validate, plan, chaos, bench):
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")

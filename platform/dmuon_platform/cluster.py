@@ -14,6 +14,7 @@ from typing import Any
 from dmuon_platform.elastic import NodeRoom
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.spec.resources import AUTO
 
 CONNECT_TIMEOUT_S = 5.0
 """How long an address given in the job may take to accept a connection."""
@@ -55,18 +56,19 @@ def check_address(spec: JobSpec) -> None:
     """Refuse an address that nobody listens on, before Ray waits a minute for it.
 
     Raises:
-        SpecError: The address is not ``host:port``.
+        SpecError: Ray is told to join a cluster by Ray Client.
         PlatformError: Nothing answers there.
     """
-    address = spec.resources.address
-    if address is None or address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    address = address_of(spec)
+    if address == AUTO and os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise SpecError(
-            f"resources.address = {address!r} is not an address of a Ray cluster: it must be "
-            "'host:port' of the head (port 6379 unless changed), 'ray://host:10001' or 'auto'."
+            f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']!r} is Ray Client, which cannot start a "
+            "training: set it to 'host:port' of the head (port 6379 unless changed), or launch the "
+            "job inside the cluster with `dmuon submit`."
         )
+    if address is None or address == AUTO:
+        return
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
@@ -79,7 +81,7 @@ def check_address(spec: JobSpec) -> None:
 
 def address_of(spec: JobSpec) -> str | None:
     """Return which cluster the job uses; inside ``ray job submit`` the job's. None: its own."""
-    return spec.resources.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
+    return spec.resources.address or (AUTO if os.environ.get("RAY_ADDRESS") else None)
 
 
 def scratch_folder() -> Path:
@@ -196,6 +198,17 @@ def free_room() -> list[NodeRoom]:
             )
         )
     return rooms
+
+
+def ask_for_room(spec: JobSpec, num_workers: int) -> None:
+    """Ask the cluster's autoscaler for machines for so many workers in all; 0 takes that back.
+
+    Ray keeps one such request for the whole cluster, the newest. Without an autoscaler nobody
+    reads it.
+    """
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[spec.resources.of_one_worker] * num_workers)
 
 
 def _answers(node: dict[str, Any]) -> bool:

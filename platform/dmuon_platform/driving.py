@@ -176,14 +176,17 @@ class Driving:
             self._stops.write(StopRequest.now(self._launch, reason, After.RESTART))
 
     def _end_in_silence(self, watched: "_Watched") -> None:
-        """Give an attempt up that nobody beats in, should Ray not notice that all are gone."""
-        newest = max((beat.time for beat in self._beats.read(watched.attempt)), default=0.0)
-        now = time.monotonic()
-        if newest != watched.newest_beat:
-            watched.newest_beat, watched.heard = newest, now
-        silence_s = now - watched.heard
+        """Give an attempt up of which Ray would say nothing any more."""
+        ranks, controller = self._beats.signs(watched.attempt)
+        silence_s = watched.ranks.silence_s(ranks)
         if silence_s > self._spec.faults.slow_stall_s:
             raise RayLost(f"no worker has been heard of for {silence_s:.0f} s")
+        silence_s = watched.controller.silence_s(controller)
+        if controller and silence_s > self._spec.faults.stall_s:
+            raise RayLost(
+                "the process that steers the workers (Ray's controller) has not been heard of for "
+                f"{silence_s:.0f} s"
+            )
 
     def _sorted(
         self, attempt: int, outcome: dict[str, Any] | Cause
@@ -213,7 +216,21 @@ class _Watched:
         self.attempt = attempt
         self.num_workers = num_workers
         self.leaving = leaving
-        self.looked = self.heard = time.monotonic()
-        self.newest_beat = 0.0
+        self.looked = time.monotonic()
+        self.ranks, self.controller = _Heard(), _Heard()
         self.asked: float | None = None
         self.roomy: float | None = None
+
+
+class _Heard:
+    """Since when there is no new sign of something; by the clock of this process alone."""
+
+    def __init__(self) -> None:
+        self._sign = 0
+        self._since = time.monotonic()
+
+    def silence_s(self, sign: int) -> float:
+        """Return for how long the newest sign has been this one."""
+        if sign != self._sign:
+            self._sign, self._since = sign, time.monotonic()
+        return time.monotonic() - self._since

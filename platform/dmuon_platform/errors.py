@@ -67,6 +67,10 @@ class DamagedSourceError(CopyError):
     exit_code: ClassVar[int] = 1
 
 
+SUBMIT_AGAIN = frozenset({GracefulStop.exit_code, ClusterLost.exit_code, INTERRUPTED})
+"""Exit codes of runs that have not failed: launched again, they go on."""
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a command that ends with this error."""
     if isinstance(error, PlatformError):

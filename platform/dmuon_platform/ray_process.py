@@ -34,6 +34,7 @@ class Service:
         self._scratch = scratch
         self._connection = ExitStack()
         self._attempt: Any = None
+        self._has_asked = False
 
     def connect(self, spec: dict[str, Any]) -> str:
         """Join or start the cluster; return the address of its head."""
@@ -51,6 +52,11 @@ class Service:
         """Return what is free in the cluster."""
         return cluster.free_room()
 
+    def ask_for_room(self) -> None:
+        """Ask an autoscaler for machines for all workers, as long as this is connected."""
+        self._has_asked = True
+        cluster.ask_for_room(self._spec, self._spec.fitting_workers[-1])
+
     def start_attempt(self, num_workers: int, config: dict[str, Any]) -> None:
         """Begin to train with so many workers."""
         from dmuon_platform.attempts import Attempt  # imports ray, which `cluster` prepares for
@@ -63,6 +69,8 @@ class Service:
 
     def close(self) -> None:
         """Leave the cluster; one of our own ends with that."""
+        if self._has_asked:
+            _call(cluster.ask_for_room, {"spec": self._spec, "num_workers": 0})
         self._connection.close()
 
 

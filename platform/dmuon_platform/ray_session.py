@@ -50,6 +50,7 @@ class RaySession:
         self._scratch: Path | None = None
         self._head: tuple[str, int] | None = None
         self._probed = 0.0
+        self._has_asked = False
 
     def __enter__(self) -> Self:
         self.connect()
@@ -70,6 +71,7 @@ class RaySession:
             PlatformError: The cluster is not there, or does not accept us.
         """
         cluster.check_address(self._spec)
+        self._has_asked = False
         self._start()
         try:
             address = self._ask("connect", CONNECT_S, spec=self._spec.model_dump(mode="json"))
@@ -87,6 +89,17 @@ class RaySession:
     def room(self) -> list[NodeRoom]:
         """Return what is free in the cluster."""
         return self._ask("room", ANSWER_S)
+
+    def ask_for_room(self) -> None:
+        """Ask the autoscaler of a joined cluster, if it has one, for room for all workers.
+
+        Once a connection is enough: Ray remembers it until we leave.
+        """
+        if self._has_asked or cluster.address_of(self._spec) is None:
+            return
+        self._has_asked = True
+        with suppress(RuntimeError):  # a cluster that cannot be asked is used as it is
+            self._ask("ask_for_room", ANSWER_S)
 
     def start_attempt(self, num_workers: int, config: dict[str, Any]) -> None:
         """Begin to train with so many workers."""

@@ -3,11 +3,12 @@
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from dmuon_platform import preflight
 from dmuon_platform.chaos import prepared, undisturbed_run
-from dmuon_platform.chaos_schedule import ChaosSchedule
+from dmuon_platform.chaos_schedule import KILL_DRIVER, ChaosSchedule
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.events import Journal
 from dmuon_platform.launches import LOG_FILE, Launches
@@ -18,8 +19,17 @@ from dmuon_platform.spec.fault import FaultKind, InjectedFault
 from dmuon_platform.spool import METRICS_FILE
 from dmuon_platform.text_table import text_table
 
-KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.STALL)
-"""Of which one each strikes, at even distances; then the driver is killed."""
+KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.STALL, KILL_DRIVER)
+"""What strikes unless something else is asked for."""
+
+ENDING = (
+    *KINDS,
+    FaultKind.RAISE,
+    FaultKind.KILL_DURING_SAVE,
+    FaultKind.CORRUPT_CHECKPOINT,
+    FaultKind.KILL_CONTROLLER,
+)
+"""What ends an attempt, so that there is a way back to be timed."""
 
 COLUMNS = ("detection_s", "restart_s", "restore_s", "first_step_s", "total_s")
 
@@ -28,12 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; print a table, or JSON.
 
     Raises:
+        SpecError: It is not known what should strike, or there is an earlier benchmark.
         PlatformError: The job does not come to its end.
     """
+    kinds = _kinds(arguments.kinds)
     job = preflight.resolve(load_job(arguments.job, arguments.set))
     with tempfile.TemporaryDirectory(prefix="dmuon-bench-") as folder:
         base = prepared(undisturbed_run(job, Path(folder)))
-        schedule = recovery_schedule(base)
+        schedule = recovery_schedule(base, kinds)
         spec = schedule.disturbed(base, f"{job.name}-recovery")
         if spec.run_dir.exists():
             raise SpecError(
@@ -53,21 +65,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recovery_schedule(spec: JobSpec) -> ChaosSchedule:
-    """Return one fault of each of `KINDS` and one end of the driver, at even distances.
+def _kinds(names: str | None) -> tuple[str, ...]:
+    kinds = KINDS if names is None else tuple(names.split(","))
+    unknown = sorted(set(kinds) - set(ENDING))
+    if unknown or len(set(kinds)) < len(kinds):
+        wrong = f"{', '.join(unknown)} is none" if unknown else "one is there twice"
+        raise SpecError(
+            f"--kinds {names}: {wrong}; write one or more of {', '.join(ENDING)}, with commas"
+        )
+    return kinds
+
+
+def recovery_schedule(spec: JobSpec, kinds: Sequence[str] = KINDS) -> ChaosSchedule:
+    """Return one fault of each kind, in that order and at even distances.
 
     Raises:
         SpecError: The run has too few steps.
     """
-    pace = spec.num_steps // (len(KINDS) + 2)
+    pace = spec.num_steps // (len(kinds) + 1)
     if pace < 1:
         raise SpecError(f"train.steps: {spec.num_steps} are too few for this; write 10 or more")
     _, workers = spec.resources.bounds
+    steps = {kind: pace * number for number, kind in enumerate(kinds, start=1)}
     inject = tuple(
-        InjectedFault(kind=kind, step=pace * number, rank=workers - 1)
-        for number, kind in enumerate(KINDS, start=1)
+        InjectedFault(kind=FaultKind(kind), step=step, rank=workers - 1)
+        for kind, step in steps.items()
+        if kind != KILL_DRIVER
     )
-    return ChaosSchedule(inject, (pace * (len(KINDS) + 1),))
+    return ChaosSchedule(inject, tuple(steps[kind] for kind in kinds if kind == KILL_DRIVER))
 
 
 def _step_times(run_dir: Path) -> list[tuple[int, float]]:

@@ -1,5 +1,6 @@
 """Whether a run that things happened to came to the same as one that nothing happened to."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,15 @@ def _unequal(steps: Mapping[int, Mapping[str, float]], undisturbed: JobSpec) -> 
     return [
         f"step {step}: {steps.get(step)} and not {wanted.get(step)}"
         for step in sorted(steps.keys() | wanted.keys())
-        if steps.get(step) != wanted.get(step)
+        if not _are_same(steps.get(step, {}), wanted.get(step, {}))
     ]
+
+
+def _are_same(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Tell whether metrics have the same bits, where NaN is what NaN is."""
+    return one.keys() == other.keys() and all(
+        one[key] == other[key] or (math.isnan(one[key]) and math.isnan(other[key])) for key in one
+    )
 
 
 def _replays(run_dir: Path) -> list[str]:

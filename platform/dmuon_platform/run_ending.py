@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError
+from dmuon_platform.errors import SUBMIT_AGAIN, GracefulStop, PlatformError
 from dmuon_platform.event_facts import Content, last, whole
 from dmuon_platform.spec import JobSpec
 
@@ -39,7 +39,7 @@ def ending_of(
 
 
 def _unfinished(code: int | None, problem: str) -> tuple[State, int, str]:
-    if code in (GracefulStop.exit_code, INTERRUPTED):
+    if code in SUBMIT_AGAIN:
         return State.STOPPED, GracefulStop.exit_code, problem
     return State.FAILED, PlatformError.exit_code if code is None else code, problem
 

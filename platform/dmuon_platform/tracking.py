@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from dmuon_platform import matplotlib_cache
 from dmuon_platform.child_process import command_of, environment
-from dmuon_platform.errors import GracefulStop
+from dmuon_platform.errors import SUBMIT_AGAIN, exit_code_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.tracking_files import Description, TrackingFiles
 
@@ -86,8 +86,8 @@ class Tracker:
     ) -> None:
         if self._is_finished:
             return
-        stopped = error is None or isinstance(error, (GracefulStop, KeyboardInterrupt))
-        self.finish("KILLED" if stopped else "FAILED")
+        goes_on = error is None or exit_code_of(error) in SUBMIT_AGAIN
+        self.finish("KILLED" if goes_on else "FAILED")
 
     def finish(self, status: str, timeout_s: float = FINISH_S) -> Delivery:
         """Deliver what is left, set the final status and end the drain.

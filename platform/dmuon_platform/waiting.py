@@ -40,7 +40,10 @@ def wait_for_room(
     started, has_said = time.monotonic(), False
     while True:
         nodes = session.room()
-        chosen = choose_workers(spec, num_places(spec, nodes))
+        places = num_places(spec, nodes)
+        if places < spec.fitting_workers[-1]:
+            session.ask_for_room()
+        chosen = choose_workers(spec, places)
         waited_s = time.monotonic() - started
         if chosen is not None and (chosen == spec.fitting_workers[-1] or waited_s >= settle_s):
             return chosen, num_leaving(nodes)

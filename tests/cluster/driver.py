@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 STEPS = 60
@@ -104,6 +107,20 @@ def make_run(folder: Path, text: Path, name: str = "small", steps: int = STEPS) 
     return Run(job, storage / name)
 
 
+def tracked_status(run: Run) -> str:
+    """Return what MLflow shows of a run."""
+    mlflow = pytest.importorskip("mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("dmuon")
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    return tracked.info.status
+
+
+def settings(*pairs: str) -> list[str]:
+    """Return the arguments that change the job: ``"train.steps=10"``."""
+    return [part for pair in pairs for part in ("--set", pair)]
+
+
 def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     """Start the command in a process group of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -132,6 +149,28 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int,
 def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
     """Run the command to its end."""
     return finish(start(*arguments, **environment))
+
+
+def family(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+    """Return the processes below the command whose own command line says ``name``."""
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if name in " ".join(each.cmdline()):
+                found.append(each)
+        except psutil.Error:
+            continue  # it has ended meanwhile
+    return found
+
+
+def trains(run: Run, attempts: int, step: int) -> Callable[[], bool]:
+    """Return whether the newest of so many attempts has come to a step, as a condition."""
+
+    def condition() -> bool:
+        started = run.events("training_started")
+        return len(started) == attempts and max(run.metrics(), default=0) >= step
+
+    return condition
 
 
 def wait_until(

@@ -43,4 +43,7 @@ def test_bad_input_is_refused_before_workers_start(text, tmp_path):
         assert found == code, (case, output)
         assert all(word in output for word in words), (case, output)
         assert "Traceback" not in output, (case, output)
+    code, output = driver.run("run", run.job, RAY_ADDRESS="ray://127.0.0.1:10001")
+    assert code == 78, output
+    assert "RAY_ADDRESS = 'ray://127.0.0.1:10001' is Ray Client" in output
     assert not run.events("training_started")

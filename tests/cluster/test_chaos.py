@@ -1,4 +1,6 @@
-"""A short chaos, as a user runs it, and the times from its faults to the next step."""
+"""A short chaos, and the recovery benchmark, as a user runs them."""
+
+import json
 
 import pytest
 from cluster import driver
@@ -13,9 +15,7 @@ SEED = 246
 KINDS = {"freeze", "kill_driver", "kill_during_save", "save_error"}
 
 
-def test_a_job_survives_a_seeded_chaos_and_comes_to_the_weights_of_the_undisturbed_run(
-    text, tmp_path
-):
+def test_a_job_survives_a_seeded_chaos_and_its_way_back_from_a_fault_is_timed(text, tmp_path):
     job = driver.make_run(tmp_path, text).job
     code, output = driver.run(
         "chaos", job, "--minutes", "0.01", "--seed", SEED, "--faults", len(KINDS)
@@ -37,3 +37,15 @@ def test_a_job_survives_a_seeded_chaos_and_comes_to_the_weights_of_the_undisturb
     again, output = driver.run("chaos", job, "--seed", SEED)  # would go on with what is there
     assert again == 78
     assert "give another --seed" in output
+
+    # The undisturbed run is the one that chaos has made already.
+    code, output = driver.run("bench-recovery", job, "--kinds", "kill", "--json")
+    assert code == 0, output
+    (kill,) = json.loads(output[output.index("[") :])
+    parts = [kill[each] for each in ("detection_s", "restart_s", "restore_s", "first_step_s")]
+    assert (kill["fault"], kill["step"]) == ("kill", 30)
+    assert min(parts) > 0
+    assert kill["total_s"] == pytest.approx(sum(parts))
+    code, output = driver.run("bench-recovery", job, "--kinds", "kill,slow")
+    assert code == 78
+    assert "slow is none" in output

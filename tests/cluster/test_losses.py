@@ -2,34 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 from cluster import driver
 
 pytestmark = pytest.mark.cluster
-
-
-def _family(process, name):
-    """The processes below ``process`` whose command line says ``name``."""
-    found = []
-    for each in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if name in " ".join(each.cmdline()):
-                found.append(each)
-        except psutil.Error:
-            continue  # it has ended meanwhile
-    return found
-
-
-def _trains(run, attempts, step):
-    """Whether the newest of so many attempts has come to a step."""
-
-    def condition():
-        started = run.events("training_started")
-        return len(started) == attempts and max(run.metrics(), default=0) >= step
-
-    return condition
 
 
 def _damage_what_ray_remembers(run, process):
@@ -45,20 +24,18 @@ def _damage_what_ray_remembers(run, process):
 def test_controller_frozen_rank_damaged_snapshot_and_head_are_survived(reference, text, tmp_path):
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
+    kill = '{kind = "kill_controller", step = 14, rank = 1}'
     slow = ", ".join(f'{{kind = "slow", step = {step}, seconds = 5}}' for step in (14, 26, 40))
-    settings = ("--set", "faults.stall_s=10", "--set", f"faults.inject=[{slow}]")
+    settings = driver.settings("faults.stall_s=10", f"faults.inject=[{kill}, {slow}]")
     process = driver.start("run", run.job, *settings)  # else it might end before it is disturbed
-    driver.wait_until(_trains(run, 1, 13), process)
-    (controller,) = _family(process, "ray::TrainController")
-    controller.kill()
 
-    driver.wait_until(_trains(run, 2, 25), process)
+    driver.wait_until(driver.trains(run, 2, 25), process)
     frozen = run.events("training_started")[-1]["workers"][1]["pid"]
     os.kill(frozen, signal.SIGSTOP)
     _damage_what_ray_remembers(run, process)
 
-    driver.wait_until(_trains(run, 3, 38), process)
-    (head,) = _family(process, "gcs_server")
+    driver.wait_until(driver.trains(run, 3, 38), process)
+    (head,) = driver.family(process, "gcs_server")
     head.kill()
 
     code, output = driver.finish(process)
@@ -75,16 +52,38 @@ def test_controller_frozen_rank_damaged_snapshot_and_head_are_survived(reference
     assert all(not replay["replay"] for replay in run.replays())
 
 
-def test_a_killed_driver_leaves_nothing_behind_and_the_next_one_goes_on(reference, text, tmp_path):
+def test_a_killed_driver_is_followed_by_another_and_what_lives_on_of_it_commits_nothing(
+    reference, text, tmp_path
+):
+    """Its process that would end the cluster is frozen with a worker, until there is another."""
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
-    process = driver.start("run", run.job)
-    driver.wait_until(_trains(run, 1, 25), process)
+    patient = driver.settings("faults.stall_s=900", "faults.timeout_s=1200")
+    process = driver.start("run", run.job, *patient, RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S="900")
+    driver.wait_until(driver.trains(run, 1, 15), process)
     family = psutil.Process(process.pid).children(recursive=True)
+    (connected,) = driver.family(process, "dmuon_platform.ray_process")
+    logs = Path(connected.cmdline()[-1])
+    worker = psutil.Process(run.events("training_started")[0]["workers"][1]["pid"])
+    for each in (worker, connected):
+        each.suspend()
     process.kill()
-    code, output = driver.run("run", run.job)
+
+    second = driver.start("run", run.job)
+    driver.wait_until(lambda: len(run.events("training_started")) == 2, second)
+    worker.resume()
+    code, output = driver.finish(second)
     assert code == 0, output
-    assert run.events("training_started")[-1]["step"] >= 20
+    driver.wait_until(lambda: _say("attempt 2 has taken the run over", logs))
+    connected.resume()
+    taken_over = run.events("training_started")[1]["time"]
+    saved_late = [e for e in run.events("checkpoint_saved") if e["time"] > taken_over]
+    assert {event["attempt"] for event in saved_late} == {2}
     assert run.results() == undisturbed.results()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def _say(words, logs):
+    """Whether Ray has written down some words."""
+    return any(words in file.read_text(errors="replace") for file in logs.rglob("*.log"))

@@ -34,7 +34,7 @@ def test_a_stopped_run_goes_on_at_the_exact_step_and_ends_like_the_undisturbed_o
     assert code == 75, output
     assert "Run it again" in output
     assert not (run.folder / "stop.json").exists()
-    assert _status(run) == "KILLED"
+    assert driver.tracked_status(run) == "KILLED"
 
     code, output = driver.run("run", run.job)
     assert code == 0, output
@@ -44,11 +44,3 @@ def test_a_stopped_run_goes_on_at_the_exact_step_and_ends_like_the_undisturbed_o
     assert not run.replays(), "no step was done twice"
     assert run.results() == undisturbed.results()
     assert [event["exit_code"] for event in run.events("ended")] == [75, 75, 0]
-
-
-def _status(run):
-    mlflow = pytest.importorskip("mlflow")
-    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("dmuon")
-    (tracked,) = client.search_runs([experiment.experiment_id])
-    return tracked.info.status

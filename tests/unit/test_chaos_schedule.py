@@ -70,3 +70,6 @@ def test_the_benchmark_lets_each_kind_strike_once_with_steps_between() -> None:
     assert schedule.driver_kills == (48,)
     with pytest.raises(SpecError, match="4 are too few"):
         recovery_schedule(job_of(small(train__steps=4)))
+    alone = recovery_schedule(job(), ["kill_controller"])
+    assert [(str(fault.kind), fault.step) for fault in alone.inject] == [("kill_controller", 30)]
+    assert alone.driver_kills == ()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -125,8 +126,26 @@ def test_heartbeats_are_those_of_the_newest_attempt(tmp_path):
     second = [replace(first[0], attempt=2), replace(first[1], attempt=2, phase=Phase.SAVE)]
     for beat in (*first, *second):
         beats.write(beat)
-    (beats.folder / "rank-00009.json").write_text('{"attempt": 3')
+    (beats.folder / "attempt-3-rank-00009.json").write_text('{"attempt": 3')
     assert beats.read() == second
-    assert beats.read(1) == [first[2]]
+    assert beats.read(1) == first
     beats.clear()
     assert beats.read() == []
+
+
+def test_a_disk_without_room_does_not_look_like_the_end_of_a_rank(tmp_path):
+    beats = Heartbeats(tmp_path)
+    beat = Heartbeat(2, 0, "host", 10, 5, Phase.DATA, 9, 1.0, 2.0)
+    beats.write(beat)
+    (file,) = beats.folder.iterdir()
+    os.utime(file, ns=(1, 1))
+    assert beats.signs(2) == (1, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            beats.write(beat)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert beats.signs(2)[0] > 1
+    assert beats.signs(1) == (0, 0), "ranks of an earlier attempt do not speak for this one"

@@ -99,6 +99,12 @@ def test_a_wrong_type_is_said_in_plain_words(changes: dict[str, Any], words: str
         ({"data__source": []}, "data.source: must have at least 1 item"),
         ({"resources__gpus_per_worker": 2}, "resources.gpus_per_worker: must be at most 1"),
         ({"resources__workers": {"min": 4, "max": 2}}, "write {min = 2, max = 4}"),
+        ({"resources__address": "ray://head:10001"}, "'ray://head:10001' is not 'host:port' of a"),
+        (
+            {"resources__address": "http://head:8265"},
+            "from outside the cluster use dmuon submit",
+        ),
+        ({"resources__address": "head"}, "write its own port, 6379 unless changed"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(

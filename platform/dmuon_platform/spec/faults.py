@@ -35,7 +35,8 @@ class FaultsSpec(Section):
     """Seconds a collective may take before its worker counts as lost."""
 
     stall_s: PositiveFloat = 240
-    """Seconds without a micro-batch, or a batch of evaluation, after which a rank is stuck."""
+    """Seconds without a micro-batch, or a batch of evaluation, after which a rank is stuck; and
+    without a sign of Ray's controller, which steers them, after which that is lost."""
 
     slow_stall_s: PositiveFloat = 1800
     """The same while starting, saving and ending, and the first time in each phase of a step,

@@ -1,5 +1,6 @@
 """Section ``resources``: the workers and what each of them needs."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -7,6 +8,11 @@ from pydantic import Discriminator, Field, PositiveInt, Tag
 
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
+
+AUTO = "auto"
+"""As an address: the cluster that this machine is part of."""
+
+HEAD = re.compile(r"[^\s/]+:\d{1,5}")
 
 
 class WorkerRange(Section):
@@ -51,6 +57,12 @@ class ResourcesSpec(Section):
     """``host:port`` of a Ray cluster, or ``auto``; none for a local Ray of the job's own."""
 
     @property
+    def of_one_worker(self) -> dict[str, float]:
+        """What Ray has to keep for one worker."""
+        gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
+        return {"CPU": float(self.cpus_per_worker), **gpus}
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """Fewest and most workers."""
         if isinstance(self.workers, int):
@@ -64,11 +76,18 @@ class ResourcesSpec(Section):
         return range(fewest, most + 1)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a range that is upside down."""
+        """Yield a range that is upside down, and what is no address of a head."""
         fewest, most = self.bounds
         if fewest > most:
             yield Problem(
                 "resources.workers",
                 f"min = {fewest} must not be above max = {most}",
                 f"write {{min = {most}, max = {fewest}}}",
+            )
+        if self.address not in (None, AUTO) and not HEAD.fullmatch(str(self.address)):
+            yield Problem(
+                "resources.address",
+                f"{self.address!r} is not 'host:port' of a Ray cluster's head, nor 'auto'",
+                "write its own port, 6379 unless changed; neither Ray Client (ray://) nor the job "
+                "server (http://) can be joined, so from outside the cluster use dmuon submit",
             )
