@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,17 @@ def family(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
         except psutil.Error:
             continue  # it has ended meanwhile
     return found
+
+
+@contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    """Freeze a process until something has happened."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        with suppress(psutil.NoSuchProcess):  # it may have been killed for that
+            process.resume()
 
 
 def trains(run: Run, attempts: int, step: int) -> Callable[[], bool]:

@@ -1,10 +1,8 @@
 """Machines come and go: a run on several raylets of this machine, killed and added for real."""
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 
+import psutil
 import pytest
 import torch
 from cluster import driver
@@ -34,16 +32,10 @@ def _weights(run: driver.Run) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@contextmanager
-def frozen(run: driver.Run) -> Iterator[None]:
+def frozen(run: driver.Run) -> AbstractContextManager[None]:
     """Freeze a worker, so that the run waits where it is until something has happened."""
-    pid = run.events("training_started")[-1]["workers"][-1]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):  # it may have been killed for that
-            os.kill(pid, signal.SIGCONT)
+    worker = run.events("training_started")[-1]["workers"][-1]["pid"]
+    return driver.suspended(psutil.Process(worker))
 
 
 def test_a_machine_is_lost_and_another_added(machines, text, tmp_path):

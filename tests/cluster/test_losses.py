@@ -65,17 +65,14 @@ def test_a_killed_driver_is_followed_by_another_and_what_lives_on_of_it_commits_
     (connected,) = driver.family(process, "dmuon_platform.ray_process")
     logs = Path(connected.cmdline()[-1])
     worker = psutil.Process(run.events("training_started")[0]["workers"][1]["pid"])
-    for each in (worker, connected):
-        each.suspend()
-    process.kill()
-
-    second = driver.start("run", run.job)
-    driver.wait_until(lambda: len(run.events("training_started")) == 2, second)
-    worker.resume()
-    code, output = driver.finish(second)
-    assert code == 0, output
-    driver.wait_until(lambda: _say("attempt 2 has taken the run over", logs))
-    connected.resume()
+    with driver.suspended(connected), driver.suspended(worker):
+        process.kill()
+        second = driver.start("run", run.job)
+        driver.wait_until(lambda: len(run.events("training_started")) == 2, second)
+        worker.resume()
+        code, output = driver.finish(second)
+        assert code == 0, output
+        driver.wait_until(lambda: _say("attempt 2 has taken the run over", logs))
     taken_over = run.events("training_started")[1]["time"]
     saved_late = [e for e in run.events("checkpoint_saved") if e["time"] > taken_over]
     assert {event["attempt"] for event in saved_late} == {2}
