@@ -122,12 +122,12 @@ def test_a_frozen_controller_and_a_head_that_comes_back_are_survived(
         machines.lose_all()
         machines.start_head()
         machines.add()
-        driver.wait_until(lambda: len(run.events("restarted")) == 2, process)
+        driver.wait_until(lambda: len(run.events("restarted")) >= 2, process)
     code, output = driver.finish(process)
     assert code == 0, output
-    controller, head = run.events("restarted")
-    assert "(Ray's controller) has not been heard of for 1" in controller["cause"]
-    assert "The connection to Ray is lost" in head["cause"]
+    controller, *_ = lost = run.events("restarted")
+    assert "(Ray's controller) has not been heard of for" in controller["cause"]
+    assert all(event["is_loss"] for event in lost), "whatever of the cluster is missed first"
     assert run.results() == undisturbed.results()
     assert all(not replay["replay"] for replay in run.replays())
 
