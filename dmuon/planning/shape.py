@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -33,8 +34,13 @@ class SymmetricParam:
 
     def first_shard(self, num_shards: int) -> int:
         """Elements of the largest shard, which all others are padded to."""
-        rows, *rest = self.shape or (1,)
-        return -(-rows // num_shards) * math.prod(rest)
+        return _first_shard(self.shape, num_shards)
+
+
+@lru_cache(maxsize=4096)  # models have few shapes, and are asked for them again and again
+def _first_shard(shape: tuple[int, ...], num_shards: int) -> int:
+    rows, *rest = shape or (1,)
+    return -(-rows // num_shards) * math.prod(rest)
 
 
 @dataclass(frozen=True)

@@ -71,14 +71,15 @@ def _held(
     if is_exchange and S > 1:
         exchanged = flats + S * my_flats  # what is sent, and what arrives
         pending, sending = exchanged + my_flats, max(sending, exchanged + packed)
-    numels = {param: param.padded(1) for param in block.symmetric}
-    numel = block.dedicated_numel + sum(numels.values())
+    numels = [(param.padded(1), param.is_looked_up) for param in block.symmetric]
+    symmetric = sum(numel for numel, _ in numels)
+    numel = block.dedicated_numel + symmetric
     padded = block.padded(S)
     return _Held(
         arrived=weight * (block.dedicated_numel - sum(mine)),
         gathered=weight * padded,
-        computed=weight * sum(numels.values()),
-        computed_early=weight * sum(n for param, n in numels.items() if not param.is_looked_up),
+        computed=weight * symmetric,
+        computed_early=weight * sum(n for n, is_looked_up in numels if not is_looked_up),
         scattering=grad * padded,
         accumulated=max(weight, grad) * numel if conduct.num_micro_batches > 1 else 0,
         pending=pending,
