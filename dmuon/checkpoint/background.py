@@ -4,6 +4,7 @@ The work itself is a daemon thread: it may be stuck in a collective whose other 
 nothing can interrupt. The interpreter waits for a second thread, which knows when to give up.
 """
 
+import math
 import sys
 import threading
 import warnings
@@ -11,6 +12,11 @@ from collections.abc import Callable
 
 AFTER_ERROR_S = 60.0
 """How long a process whose main thread has ended with an error is kept from ending."""
+_MARGIN_S = 5.0
+"""By which collectives of the work, bounded by the same timeout, may end later than it.
+
+Python cannot end well while a thread of it comes back from such a call.
+"""
 _POLL_S = 0.2
 
 
@@ -44,7 +50,7 @@ def _keep_alive(worker: threading.Thread, timeout_s: float) -> None:
         if not worker.is_alive():
             return
     has_failed = getattr(sys, "last_value", None) is not None  # set for what nobody caught
-    limit_s = min(timeout_s, AFTER_ERROR_S) if has_failed else timeout_s
+    limit_s = min(timeout_s + _MARGIN_S, AFTER_ERROR_S if has_failed else math.inf)
     worker.join(limit_s)
     if worker.is_alive():
         warnings.warn(
