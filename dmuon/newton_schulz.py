@@ -118,7 +118,18 @@ def newton_schulz_(batch_Bmn: torch.Tensor, schedule: Sequence[Triple], eps: flo
     _, m, n = batch_Bmn.shape
     form = _form(None, m, n, schedule)
     iterate = _iterate_on_gram if form == "gram" else _iterate
-    iterate(_divided_by_norm(batch_Bmn, eps), schedule, out=batch_Bmn)
+    out = batch_Bmn if _takes_products(batch_Bmn) else None
+    result = iterate(_divided_by_norm(batch_Bmn, eps), schedule, out=out)
+    if result is not batch_Bmn:
+        batch_Bmn.copy_(result)
+
+
+def _takes_products(out: torch.Tensor) -> bool:
+    """Whether ``torch.bmm(..., out=out)`` is as fast as it should be.
+
+    On CPUs one of 16-bit numbers into what is not contiguous takes a thousand times as long.
+    """
+    return out.device.type != "cpu" or out.itemsize > 2 or out.is_contiguous()
 
 
 def _divided_by_norm(matrix: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,13 +16,15 @@ _HEAD_START = 4  # products of _HEAD_START_SIDE: a few milliseconds, in which th
 _HEAD_START_SIDE = 8192
 
 
-def product_seconds(shapes: Iterable[tuple[int, int]], device: torch.device) -> float:
+def product_seconds(
+    shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype
+) -> float:
     """Seconds of the products of one step's Newton-Schulz of matrices of these shapes.
 
-    Each kind of product is timed alone, as plain ``torch.bmm`` in the dtype and the batches that
-    the optimizer uses; a batch that is not full counts in part.
+    Each kind of product is timed alone, as plain ``torch.bmm`` in ``dtype`` and the batches that
+    the optimizer uses; a batch that is not full counts in part. On CPUs the optimizer itself
+    computes one triangle of most of them, so it may take less.
     """
-    dtype = default_dtype(device)
     seconds = 0.0
     for (m, n), count in Counter((min(shape), max(shape)) for shape in shapes).items():
         size = batch_size(m, n, device.type)

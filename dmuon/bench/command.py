@@ -147,6 +147,9 @@ def _parser() -> _Parser:
         "--precision", choices=PRECISIONS, help=f"of the model (default: {defaults['precision']})"
     )
     parser.add_argument(
+        "--ns-dtype", choices=PRECISIONS, help="of Newton-Schulz (default: DMuon's for the device)"
+    )
+    parser.add_argument(
         "--timeout",
         dest="timeout_s",
         type=int,

@@ -21,7 +21,7 @@ from dmuon.bench.settings import (
     Settings,
 )
 from dmuon.bench.sharded_muon import ExchangingMuon, GatheringMuon, ShardedMuon
-from dmuon.newton_schulz import Coefficients
+from dmuon.newton_schulz import Coefficients, default_dtype
 
 _ADAMW_LR = 1e-3
 _MUON_LR = 0.005  # no warm-up here; 0.2 of it is the RMS of an update, as AdamW's at 1e-3
@@ -56,7 +56,11 @@ def make_dmuon(settings: Settings, mesh: DeviceMesh, device: torch.device) -> Co
     )
     model = _shard(model, settings, mesh)
     optimizer = dmuon.Muon(
-        model, lr=_MUON_LR, adamw_lr=_ADAMW_LR, ns_coefficients=_coefficients(settings)
+        model,
+        lr=_MUON_LR,
+        adamw_lr=_ADAMW_LR,
+        ns_coefficients=_coefficients(settings),
+        ns_dtype=newton_schulz_dtype(settings, device),
     )
     return Contender(DMUON, model, optimizer)
 
@@ -69,8 +73,8 @@ def make(name: str, settings: Settings, mesh: DeviceMesh, device: torch.device) 
         return make_dmuon(settings, mesh, device)
     model = _shard(decoder.build(settings).to(device), settings, mesh)
     if name in _SHARDED:
-        coefficients = _coefficients(settings)
-        return Contender(name, model, _SHARDED[name](model, _MUON_LR, _ADAMW_LR, coefficients))
+        arithmetic = _coefficients(settings), newton_schulz_dtype(settings, device)
+        return Contender(name, model, _SHARDED[name](model, _MUON_LR, _ADAMW_LR, *arithmetic))
     return Contender(name, model, _PUBLIC[name](model, _MUON_LR, _ADAMW_LR))
 
 
@@ -86,6 +90,13 @@ def _coefficients(settings: Settings) -> Coefficients:
     if set(PUBLIC) & set(settings.contenders):
         return dmuon.CLASSIC_COEFFICIENTS
     return dmuon.POLAR_EXPRESS_COEFFICIENTS
+
+
+def newton_schulz_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """The dtype of Newton-Schulz of all Muons but public ones."""
+    if settings.ns_dtype is None:
+        return default_dtype(device)
+    return torch.bfloat16 if settings.ns_dtype == "bfloat16" else torch.float32
 
 
 def wire_dtype(settings: Settings) -> torch.dtype:

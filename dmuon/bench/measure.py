@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dmuon
 from dmuon.bench import decoder, parity
 from dmuon.bench.bound import product_seconds
-from dmuon.bench.contenders import Contender, make, wire_dtype
+from dmuon.bench.contenders import Contender, make, newton_schulz_dtype, wire_dtype
 from dmuon.bench.footprint import Footprint, footprint_on
 from dmuon.bench.ranks import rank_device
 from dmuon.bench.settings import ADAMW, DMUON, Settings
@@ -94,7 +94,11 @@ def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
         payload=payload,
         wire_bytes=dict(counters.bytes - bytes_before),
         newton_schulz=counters.newton_schulz - newton_schulz_before,
-        product_seconds=product_seconds(_shapes(dmuon.get_owned_params(muon.model)), device),
+        product_seconds=product_seconds(
+            _shapes(dmuon.get_owned_params(muon.model)),
+            device,
+            newton_schulz_dtype(settings, device),
+        ),
         peak_bytes={name: footprint.peak for name, footprint in footprints.items()},
         differences=differences,
         facts=_facts(settings, muon),

@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 import dmuon
 from dmuon.bench import decoder
-from dmuon.bench.contenders import Contender
+from dmuon.bench.contenders import Contender, newton_schulz_dtype
 from dmuon.bench.settings import PUBLIC, Settings
 from dmuon.bench.sharded_muon import hidden_and_rest
-from dmuon.newton_schulz import default_dtype
 
 # Of the change of a matrix in a few steps: float32 differs by the order of sums, bfloat16 rounds to
 # 3 digits in each step of Newton-Schulz.
@@ -19,9 +18,9 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 def tolerance(name: str, settings: Settings, device_type: str) -> float:
     """How far a contender's changes may be from DMuon's, relative to them."""
-    is_narrow = name in PUBLIC or settings.precision != "float32"
-    dtype = torch.bfloat16 if is_narrow else default_dtype(torch.device(device_type))
-    return _TOLERANCES[dtype]
+    if name in PUBLIC or settings.precision != "float32":
+        return _TOLERANCES[torch.bfloat16]
+    return _TOLERANCES[newton_schulz_dtype(settings, torch.device(device_type))]
 
 
 @torch.no_grad()

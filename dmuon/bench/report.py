@@ -45,7 +45,8 @@ def _head(result: dict[str, Any], settings: Settings) -> Iterator[str]:
     yield (
         f"{settings.batch * settings.sequence} tokens a step {of_whom} ({settings.batch} x "
         f"{settings.sequence}), "
-        f"{settings.precision}, weights {reshard} between forward and backward, on "
+        f"{settings.precision}, Newton-Schulz in {settings.ns_dtype or 'its default dtype'}, "
+        f"weights {reshard} between forward and backward, on "
         f"{result['device']} ({result['backend']}, {result['cores']} cores, load "
         f"{result['load']:.1f} at the start)"
     )

@@ -33,6 +33,8 @@ class Settings:
         batch: sequences a step over all ranks, so that every number of ranks does the same work.
         weak: ``batch`` is of each rank, so that the work grows with the ranks.
         precision: dtype of forward and backward; master weights are float32.
+        ns_dtype: dtype of Newton-Schulz, of all Muons but public ones, which have bfloat16; None:
+            DMuon's default for the device.
         reshard: free the weights between forward and backward (``reshard_after_forward``).
         seed: of weights and data.
         timeout_s: of every collective, in seconds.
@@ -54,6 +56,7 @@ class Settings:
     batch: int = 16
     weak: bool = False
     precision: str = "float32"
+    ns_dtype: str | None = None
     reshard: bool = True
     seed: int = 0
     timeout_s: int = 300
@@ -76,6 +79,8 @@ class Settings:
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"--precision is one of {', '.join(PRECISIONS)}, got {self.precision}")
+        if self.ns_dtype not in (None, *PRECISIONS):
+            raise ValueError(f"--ns-dtype is one of {', '.join(PRECISIONS)}, got {self.ns_dtype}")
 
     def _check_counts(self) -> None:
         if not self.ranks or min(self.ranks) < 1:

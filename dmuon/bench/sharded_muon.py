@@ -17,7 +17,7 @@ from dmuon.adamw import adamw_
 from dmuon.batching import orthogonalize_all
 from dmuon.cuda_graphs import make_workspace
 from dmuon.muon_update import lr_scale
-from dmuon.newton_schulz import Coefficients, coefficient_schedule, default_dtype
+from dmuon.newton_schulz import Coefficients, coefficient_schedule
 from dmuon.partition import Matrix, make_plan
 
 _MOMENTUM = 0.95
@@ -42,7 +42,12 @@ class ShardedMuon(torch.optim.Optimizer):
     """Momentum on the shards, matrices orthogonalised by a subclass, AdamW for the rest."""
 
     def __init__(
-        self, model: nn.Module, lr: float, adamw_lr: float, coefficients: Coefficients
+        self,
+        model: nn.Module,
+        lr: float,
+        adamw_lr: float,
+        coefficients: Coefficients,
+        ns_dtype: torch.dtype,
     ) -> None:
         self._hidden, rest = hidden_and_rest(model)
         self._lr = lr
@@ -54,7 +59,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._shards = [param.to_local() for param in self._hidden.values()]
         self._momenta = [torch.zeros_like(shard) for shard in self._shards]
         self._workspace = make_workspace(first.device)
-        self._dtype = default_dtype(first.device)
+        self._dtype = ns_dtype
         self._schedule = coefficient_schedule(coefficients, _NS_STEPS)
 
     @torch.no_grad()
@@ -120,9 +125,14 @@ class ExchangingMuon(ShardedMuon):
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, adamw_lr: float, coefficients: Coefficients
+        self,
+        model: nn.Module,
+        lr: float,
+        adamw_lr: float,
+        coefficients: Coefficients,
+        ns_dtype: torch.dtype,
     ) -> None:
-        super().__init__(model, lr, adamw_lr, coefficients)
+        super().__init__(model, lr, adamw_lr, coefficients, ns_dtype)
         names = list(self._hidden)
         shapes = [self._hidden[name].shape for name in names]
         matrices = [

@@ -62,7 +62,7 @@ def run_command(file: Path, *more: str) -> tuple[str, dict[str, Any]]:
     [
         (("gather", "alltoall"), (), 2, 4),
         ((), ("--no-reshard", "--no-gated", "--vocabulary", "300"), 1, 4),
-        (("alltoall",), ("--precision", "bfloat16"), 2, 2),
+        (("alltoall",), ("--precision", "bfloat16", "--ns-dtype", "bfloat16"), 2, 2),
     ],
     ids=["reshard", "keep", "bfloat16"],
 )
@@ -216,7 +216,7 @@ def test_a_machine_of_one_operation_a_second_takes_as_many_seconds_as_operations
     monkeypatch.setattr(bound, "_batch_seconds", seconds)
     shapes = [(24, 24), (24, 24), (24, 50), (128, 640), (640, 128)]  # batches, both forms
     operations = sum(newton_schulz_flops(*shape) for shape in shapes)
-    assert bound.product_seconds(shapes, torch.device("cpu")) == operations
+    assert bound.product_seconds(shapes, torch.device("cpu"), torch.float32) == operations
 
 
 def test_the_optimizer_is_compared_with_the_products_of_the_rank_that_has_most() -> None:

@@ -15,6 +15,7 @@ from dmuon.newton_schulz import (
     choose_form,
     coefficient_schedule,
     newton_schulz,
+    newton_schulz_,
     newton_schulz_flops,
     restart_blocks,
 )
@@ -318,3 +319,13 @@ def test_by_itself_it_takes_the_form_that_is_chosen() -> None:
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.randn(shape))
         assert counter.get_total_flops() == newton_schulz_flops(*shape)
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_in_place_on_16_bit_numbers_it_is_the_same(stands: bool) -> None:
+    matrix = torch.randn(1, 96, 256)
+    batch = matrix.bfloat16().mT.clone().mT if stands else matrix.bfloat16()
+    schedule = coefficient_schedule(POLAR_EXPRESS_COEFFICIENTS, 5)
+    newton_schulz_(batch, schedule, 1e-7)
+    exact = newton_schulz(matrix)
+    assert (batch.float() - exact).norm() < 0.05 * exact.norm()
