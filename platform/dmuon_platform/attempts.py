@@ -139,7 +139,7 @@ def set_damaged_snapshot_aside(run_dir: Path) -> None:
         folders = [snapshot.parent / result["checkpoint_dir_name"] for result in results]
     except FileNotFoundError:
         return
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         folders = None
     if folders is None or not all(folder.is_dir() for folder in folders):
         number = len(list(snapshot.parent.glob(f"{SNAPSHOT}.damaged-*")))

@@ -39,7 +39,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None where there is no file or nothing of the kind."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -8,11 +8,6 @@ from typing import Any
 Content = Mapping[str, Any]
 
 
-def sound_events(events: Sequence[Content]) -> list[Content]:
-    """Return the events that say what they are; a damaged journal may have others."""
-    return [event for event in events if isinstance(event.get("kind"), str)]
-
-
 def number(content: Content | None, key: str) -> float | None:
     """Return a number in plain data, None where there is none."""
     value = None if content is None else content.get(key)

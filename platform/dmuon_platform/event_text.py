@@ -18,6 +18,8 @@ _SENTENCES = {
     "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "
     "again: {problem}",
     "checkpoint_damaged": "{damage}; it is passed over",
+    "went_back": "the checkpoint of step {saved} is not there any more, or not whole: the training "
+    "goes on from step {step}",
     "restarted": "restart after step {step}: {cause}",
     "fault_injected": "injected on purpose: {fault} in step {step} on {on}",
     "update_dropped": "the update of step {step} was dropped: loss {loss}, gradient norm "

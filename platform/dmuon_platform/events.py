@@ -47,10 +47,14 @@ class Journal:
         return self.read_from(0)[0]
 
     def read_from(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """Return the events behind ``offset`` and the offset to go on from; 0 is the start."""
+        """Return the events behind ``offset`` and the offset to go on from; 0 is the start.
+
+        A line that does not say what happened, as a damaged journal may have, is no event.
+        """
         events = []
         for content, _, end in self._file.lines(offset):
-            events.append(content)
+            if isinstance(content.get("kind"), str):
+                events.append(content)
             offset = end
         return events, offset
 

@@ -123,6 +123,7 @@ class Heartbeats:
         def beat() -> None:
             while True:
                 with suppress(OSError):
+                    self.folder.mkdir(parents=True, exist_ok=True)  # it is there before any rank
                     path.touch()
                 time.sleep(every_s)
 

@@ -23,6 +23,7 @@ from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.driving import Driving
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
+from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
@@ -57,12 +58,17 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     """
     console = console or Console()
     spec = preflight.resolve(spec)
+    with preflight.storage_explained(spec):
+        return _run(spec, console)
+
+
+def _run(spec: JobSpec, console: Console) -> Summary:
     preflight.check_job(spec)
     preflight.check_storage(spec)
     preflight.check_earlier_run(spec)
     journal = Journal(spec.run_dir)
     finished = journal.last("finished")
-    if finished is not None and finished["steps"] >= spec.num_steps:
+    if finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps:
         summary = Summary.from_dict(finished).delivered(deliver_pending(spec), spec.export.alias)
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
@@ -71,9 +77,9 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     lease = DriverLease(spec.run_dir, cluster.address_of(spec), _ray_job())
     earlier = unfinished_failures(journal.read())
     with (
-        preflight.full_disk_explained(spec),
         lease,
         _written_down(journal),
+        preflight.storage_explained(spec),  # here too, so that the journal has it in words
         _stop_signals(spec, lease, console) as signals,
         RaySession(spec) as session,
     ):
@@ -145,7 +151,7 @@ def _train(
 ) -> dict[str, Any]:
     """Train to the last step, over as many attempts as it takes; return the ``trained`` event."""
     trained = journal.last("trained")
-    if trained is not None and trained["step"] >= spec.num_steps:
+    if trained is not None and (whole(trained, "step") or 0) >= spec.num_steps:
         return trained  # an earlier launch came this far, and not to the end
 
     def note(failure: Failure) -> None:
@@ -168,8 +174,7 @@ def _train(
 
 
 def _saved(journal: Journal) -> int:
-    saved = journal.last("checkpoint_saved")
-    return 0 if saved is None else saved["step"]
+    return whole(journal.last("checkpoint_saved"), "step") or 0
 
 
 def _conclude(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError
+from dmuon_platform.event_facts import whole
+from dmuon_platform.events import Journal
 
 ATTEMPT_FILE = "attempt"
 LOCK_FILE = "attempt.lock"
@@ -38,7 +40,7 @@ class Lease:
     def acquire(self) -> int:
         """Take the run over from any earlier attempt; return this attempt's number, from 1."""
         with self._locked():
-            attempt = self.newest() + 1
+            attempt = max(self.newest(), self._newest_told()) + 1
             write_whole(self._folder / ATTEMPT_FILE, f"{attempt}\n")
         return attempt
 
@@ -46,8 +48,13 @@ class Lease:
         """Return the number of the newest attempt, 0 before the first."""
         try:
             return int((self._folder / ATTEMPT_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return 0
+        except (FileNotFoundError, ValueError):  # lost or damaged, unless this is the start
+            return self._newest_told()
+
+    def _newest_told(self) -> int:
+        """Return it by the journal: with a number that comes twice an older attempt could write."""
+        events = Journal(self._folder).read()
+        return max((whole(event, "attempt") or 0 for event in events), default=0)
 
     @contextmanager
     def held(self, attempt: int | None) -> Iterator[None]:

@@ -139,7 +139,7 @@ class LineFile:
 def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

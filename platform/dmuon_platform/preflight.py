@@ -61,21 +61,33 @@ def check_storage(spec: JobSpec) -> None:
 
 
 @contextmanager
-def full_disk_explained(spec: JobSpec) -> Iterator[None]:
-    """Say what to do about a disk that fills up in the driver's hands.
+def storage_explained(spec: JobSpec) -> Iterator[None]:
+    """Say what to do about a disk that fills up in the driver's hands, or does not let it in.
 
     Raises:
-        PlatformError: Instead of an OSError of a full disk.
+        PlatformError: Instead of an OSError of the storage.
     """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PlatformError(
+                f"The disk of {spec.run_dir} is full ({error}). Make room and launch the job "
+                "again: it goes on from the newest checkpoint."
+            ) from error
+        if not _is_of_storage(error, spec.run_dir.parent):
             raise
         raise PlatformError(
-            f"The disk of {spec.run_dir} is full ({error}). Make room and launch the job again: it "
-            "goes on from the newest checkpoint."
+            f"{spec.run_dir} cannot be used ({error}). Whoever launches a job must be able to read "
+            "and write all that earlier launches have left there. Mend the storage, or who owns "
+            "what in it, and launch the job again: it goes on from the newest checkpoint."
         ) from error
+
+
+def _is_of_storage(error: OSError, storage: Path) -> bool:
+    if not isinstance(error.filename, str):
+        return error.errno in (errno.EROFS, errno.EIO, errno.ESTALE)
+    return Path(error.filename).is_relative_to(storage)
 
 
 def check_earlier_run(spec: JobSpec) -> None:
@@ -92,7 +104,9 @@ def check_earlier_run(spec: JobSpec) -> None:
     except SpecError as error:
         raise SpecError(
             f"{spec.run_dir} holds an earlier run whose {JOB_FILE} cannot be read any more, so "
-            f"this job cannot be compared with it: {error}\nChoose another name."
+            f"this job cannot be compared with it: {error}\nIf you are sure that it is the same "
+            f"job, delete {recorded} and launch it again: the run goes on. Else choose another "
+            "name."
         ) from error
     differences = spec.differences_that_forbid_resume(earlier)
     if differences:

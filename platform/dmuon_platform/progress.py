@@ -32,6 +32,7 @@ TOLD = frozenset(
         "stopped",
         "training_started",
         "update_dropped",
+        "went_back",
     }
 )
 """Events that get a line of their own."""

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def status(arguments: argparse.Namespace) -> int:
 def runs(arguments: argparse.Namespace) -> int:
     """Show all runs under ``storage``."""
     storage = Path(arguments.storage).expanduser().absolute()
-    found = [_read(folder) for folder in runs_in(storage)]
+    found = []
+    for folder in runs_in(storage):
+        try:
+            found.append(_read(folder))
+        except PlatformError as error:  # the others can be told all the same
+            print(f"note: {error}", file=sys.stderr)
     now = time.time()
     if arguments.json:
         print(json.dumps([plain(run, now) for run in found], indent=2))
@@ -75,7 +81,7 @@ def logs(arguments: argparse.Namespace) -> int:
     while True:
         # Asked before the journal is read: what a run that has ended wrote is then all there.
         is_over = not arguments.follow or not _is_running(folder)
-        with warnings.catch_warnings(record=True) as damages:
+        with _readable(folder), warnings.catch_warnings(record=True) as damages:
             warnings.simplefilter("always")
             lines = list(journal.lines(offset))
         for line in lines:
@@ -134,8 +140,15 @@ def resume(arguments: argparse.Namespace) -> int:
     if not (folder / JOB_FILE).exists():
         raise SpecError(
             f"{folder} has no {JOB_FILE}: a launch records its job when it has prepared the data, "
-            "and none got so far. Run the job file again."
+            "and none got so far, or the file was lost. Run the job file again."
         )
+    try:
+        load_job(folder / JOB_FILE)
+    except SpecError as error:
+        raise SpecError(
+            f"{error}\nThat file is what an earlier launch has recorded. `dmuon run` with the job "
+            "file that was launched says how to go on without it."
+        ) from error
     changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
     spec = load_job(folder / JOB_FILE, changes)
     from dmuon_platform.launch import run_job
@@ -162,8 +175,14 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def _read(folder: Path) -> RunState:
-    try:
+    with _readable(folder):
         return read_run(folder)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise PlatformError(
             f"{folder} cannot be read: {error}. Whoever looks at a run must be able to read its "

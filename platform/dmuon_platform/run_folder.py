@@ -1,5 +1,6 @@
 """Which runs lie under ``storage``, and where the run is that somebody means."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,10 +52,18 @@ def run_folder(run: str, storage: str) -> Path:
 
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is that of a run which was launched at least once."""
-    return (folder / EVENTS_FILE).is_file() or (folder / JOB_FILE).is_file()
+    # Unlike a Path, os.path says no of a folder that cannot be entered.
+    return any(os.path.isfile(folder / name) for name in (EVENTS_FILE, JOB_FILE))
 
 
 def runs_in(storage: Path) -> Iterator[Path]:
     """Yield the folders of all runs, by name."""
-    if storage.is_dir():
-        yield from (folder for folder in sorted(storage.iterdir()) if is_run(folder))
+    try:
+        folders = sorted(storage.iterdir())
+    except FileNotFoundError:
+        folders = []
+    except OSError as error:
+        raise PlatformError(
+            f"{storage} cannot be read: {error}. --storage names the folder of all runs."
+        ) from error
+    yield from (folder for folder in folders if is_run(folder))

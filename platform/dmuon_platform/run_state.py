@@ -17,7 +17,7 @@ from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
-from dmuon_platform.event_facts import Content, clock, last, number, sound_events, whole
+from dmuon_platform.event_facts import Content, clock, last, number, whole
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
@@ -124,7 +124,7 @@ def read_run(folder: Path, now: float | None = None) -> RunState:
 
 def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -> RunState:
     spec, complaint = _job_of(folder)
-    events = sound_events(Journal(folder).read())
+    events = Journal(folder).read()
     driver = sound_driver(folder)
     is_alive = driver is not None and driver.is_alive(folder)
     state, exit_code, problem = ending_of(events, is_alive, spec)

@@ -17,6 +17,7 @@ from ray.train import CheckpointUploadMode
 
 import dmuon
 from dmuon_platform.errors import Diverged, PlatformError, SpecError
+from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import hf_config
@@ -109,6 +110,7 @@ class Saving:
                 "find the newest checkpoint", partial(self._next, candidates, found)
             )
             if path is None:
+                self._note_loss(0)
                 return 0
             try:
                 loaded = dmuon.load_checkpoint(path, training.model, training.optimizer)
@@ -118,6 +120,7 @@ class Saving:
             else:
                 for each in found:
                     self._store.note_verified(each)
+                self._note_loss(loaded.step)
                 return loaded.step
 
     def save(self, training: Training, step: int, metrics: Mapping[str, float]) -> None:
@@ -198,6 +201,13 @@ class Saving:
             found.append(each)
             return each.path
         return None
+
+    def _note_loss(self, step: int) -> None:
+        """Tell it when a checkpoint that was made cannot be gone on from. Local."""
+        if self._place.is_first:
+            saved = whole(self._journal.last("checkpoint_saved"), "step")
+            if saved is not None and saved > step:
+                self._note("went_back", saved=saved, step=step)
 
     def _begin(self, step: int) -> _Outcome:
         try:

@@ -191,7 +191,7 @@ def _record(content: Mapping[str, Any]) -> Record | None:
     try:
         metrics, is_redone = dict(content["metrics"]), content.get("redone") is True
         return Record(int(content["step"]), metrics, float(content["time"]), is_redone)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from dmuon_platform.causes import Cause
 from dmuon_platform.errors import FatalError, PlatformError
+from dmuon_platform.event_facts import whole
 from dmuon_platform.spec.faults import FaultsSpec
 
 T = TypeVar("T")
@@ -126,10 +127,19 @@ def unfinished_failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:
     for event in events:
         if event["kind"] in ("launched", "ended"):
             failures.clear()
-        elif event["kind"] == "restarted" and "is_loss" in event:
-            cause = Cause(event["cause"], event["details"], is_loss=event["is_loss"])
-            failures.append(Failure(event["attempt"], event["step"], event["saved"], cause))
+        elif event["kind"] == "restarted" and (failure := _failure_of(event)) is not None:
+            failures.append(failure)
     return failures
+
+
+def _failure_of(event: Mapping[str, Any]) -> Failure | None:
+    """Return what was written down as a failure; None where a fact of it is not there."""
+    attempt, step, saved = (whole(event, key) for key in ("attempt", "step", "saved"))
+    is_loss = event.get("is_loss")
+    if attempt is None or step is None or saved is None or not isinstance(is_loss, bool):
+        return None
+    cause = Cause(str(event.get("cause")), str(event.get("details", "")), is_loss=is_loss)
+    return Failure(attempt, step, saved, cause)
 
 
 def _last_words(failures: list[Failure], budget: str) -> str:

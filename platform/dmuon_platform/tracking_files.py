@@ -119,6 +119,6 @@ class TrackingFiles:
     def _read(self, name: str) -> dict[str, Any]:
         try:
             content = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}

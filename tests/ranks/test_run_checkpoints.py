@@ -320,6 +320,30 @@ def test_what_was_saved_before_a_run_diverged_is_committed(spec) -> None:
     assert steps_of(spec) == [1]
 
 
+def test_to_go_back_behind_a_checkpoint_that_is_gone_is_said(spec) -> None:
+    def before(rank: int) -> None:
+        place, training = prepare(spec)
+        saving = saving_of(spec, place)
+        train_and_save(spec, saving, training, range(3))
+        saving.finish()
+
+    def after(rank: int) -> None:
+        place, training = prepare(spec)
+        assert saving_of(spec, place, attempt=2).restore(training) == max(steps_of(spec), default=0)
+
+    spec.run_dir.mkdir()
+    run_ranks(1, before)
+    shown = Shown(spec)
+    for step in (3, 2):
+        shutil.rmtree(spec.run_dir / "checkpoints" / f"step-{step:08d}")
+        run_ranks(1, after)
+    events = [e for e in Journal(spec.run_dir).read() if e["kind"] == "went_back"]
+    assert [(event["saved"], event["step"]) for event in events] == [(3, 2), (3, 0)]
+    assert "step 3 is not there any more, or not whole: the training goes on from step 0" in (
+        shown.text()
+    )
+
+
 def test_a_run_is_not_gone_on_with_from_another_dataset(spec) -> None:
     def body(rank: int) -> None:
         place, training = prepare(spec)

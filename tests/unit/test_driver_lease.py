@@ -133,6 +133,15 @@ def test_heartbeats_are_those_of_the_newest_attempt(tmp_path):
     assert beats.read() == []
 
 
+def test_the_controller_gives_a_sign_before_any_rank_has_made_the_folder(tmp_path):
+    beats = Heartbeats(tmp_path)
+    beats.beat_for_controller(1, every_s=3600.0)
+    deadline = time.monotonic() + 60
+    while beats.signs(1)[1] == 0:  # else nobody would miss one that is frozen early
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_disk_without_room_does_not_look_like_the_end_of_a_rank(tmp_path):
     beats = Heartbeats(tmp_path)
     beat = Heartbeat(2, 0, "host", 10, 5, Phase.DATA, 9, 1.0, 2.0)

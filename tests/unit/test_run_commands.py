@@ -312,7 +312,9 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
             flipped = bytearray(content)
             for _ in range(chance.randrange(1, 5)):
                 flipped[chance.randrange(len(content))] = chance.choice(b'\x00\xff"{}[]9n\n')
-            path.write_bytes(chance.choice([cut, bytes(flipped), with_nonsense(content, chance)]))
+            deep = b"[" * 100_000 + b"\n"
+            others = [cut, bytes(flipped), with_nonsense(content, chance), deep]
+            path.write_bytes(chance.choice(others))
             run = read_run(folder)
             report(run, time.time())
             json.dumps(plain(run, time.time()), allow_nan=False)
@@ -330,6 +332,22 @@ def test_a_recorded_job_that_cannot_be_read_is_named_by_resume(tmp_path, capsys)
     (folder / "job.toml").write_text("[model")
     assert dmuon("resume", folder) == 78
     assert "job.toml" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_is_an_error_in_words_and_hides_no_other_run(tmp_path, capsys):
+    folder = leave_run(tmp_path, "a")
+    leave_run(tmp_path, "b")
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+    for action in ("status", "logs", "resume"):
+        assert dmuon(action, folder) == 1
+        printed = capsys.readouterr().err
+        assert "Traceback" not in printed
+        assert re.search(f"^dmuon: {folder} cannot be (read|used).*Is a directory", printed)
+    assert dmuon("runs", "--storage", tmp_path) == 0
+    table, note = capsys.readouterr()
+    assert [line.split()[0] for line in table.splitlines()] == ["NAME", "b"]
+    assert note.startswith(f"note: {folder} cannot be read")
 
 
 def test_the_newest_lines_come_first_over_any_block_size(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from dmuon_platform import store as store_module
 from dmuon_platform.errors import SpecError
+from dmuon_platform.events import Journal
 from dmuon_platform.lease import StaleAttempt
 from dmuon_platform.spec.checkpoint import CheckpointSpec
 from dmuon_platform.store import Checkpoint, CheckpointStore
@@ -225,6 +226,21 @@ def test_an_attempt_overtaken_while_it_writes_cannot_commit(tmp_path):
     with pytest.raises(StaleAttempt):
         store.commit(20, first)
     assert store.list() == []
+
+
+@pytest.mark.parametrize("left", [None, b"", b"\xff\0", b"one\n", b"1\n"])
+def test_no_attempt_has_the_number_of_an_earlier_one_whatever_became_of_its_file(tmp_path, left):
+    zombie = CheckpointStore(tmp_path)
+    for number in (1, 2, 3):
+        assert zombie.acquire_attempt() == number
+        Journal(tmp_path).append("training_started", attempt=number)
+    file = tmp_path / "attempt"
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    assert CheckpointStore(tmp_path).acquire_attempt() == 4
+    with pytest.raises(StaleAttempt):
+        zombie.begin(10, 3)
 
 
 def test_attempts_counted_by_many_processes_at_once_are_all_different(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import pytest
 from dmuon_platform.causes import Cause, cause_of
 from dmuon_platform.errors import Diverged, FatalError, PlatformError
+from dmuon_platform.events import Journal
 from dmuon_platform.spec.faults import FaultsSpec
 from dmuon_platform.supervisor import Planned, Supervisor, unfinished_failures
 
@@ -101,6 +102,18 @@ def test_a_driver_goes_on_with_the_budgets_of_one_that_was_killed():
         _supervise([BUG], steps=[(7, 5)], earlier=earlier)
     assert unfinished_failures([*events, {"kind": "ended"}]) == []
     assert unfinished_failures([*events, {"kind": "launched"}]) == []
+
+
+def test_a_journal_that_is_damaged_does_not_keep_a_run_from_going_on(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append("launched")
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{}\n{"kind": ["a"]}\n\0\0\n' + b"[" * 100_000 + b"\n")
+        file.write(b'{"kind": "restarted", "is_loss": true, "step": "one"}\n{"kind": "resta')
+    with pytest.warns(UserWarning, match="damaged and skipped"):
+        events = journal.read()
+    assert [event["kind"] for event in events] == ["launched", "restarted"]
+    assert unfinished_failures(events) == []
 
 
 def test_a_dead_rank_is_blamed_before_those_that_miss_it():
