@@ -74,6 +74,7 @@ class CallOrder:
         self._everyones: list[torch.Tensor] = []
         self._pending: dist.Work | None = None
         self._failure: CollectiveError | None = None
+        self._is_expected_by_all = False
 
     def note(self, call: Call) -> None:
         """Remember ``call``; the others hear of it with the next exchange. Local."""
@@ -89,17 +90,23 @@ class CallOrder:
         """Remember numbers that must be equal on all ranks, by what they look like. Local."""
         self._settings = zlib.crc32(repr(settings).encode(), self._settings)
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call, expects: int = 0) -> None:
         """Note ``call`` and begin to compare. Collective over the mesh; asynchronous.
+
+        Args:
+            call: what this rank does.
+            expects: in which ranks may differ; see ``is_expected_by_all``.
 
         Raises:
             CollectiveError: when the comparison begun before this one found a difference.
         """
         self.check()
         self.note(call)
+        self._is_expected_by_all = False
         if self._group is None:
             return
-        mine = torch.tensor([self._num_calls, self._digest, self._settings, *self._recent])
+        numbers = [self._num_calls, self._digest, self._settings, *self._recent, expects]
+        mine = torch.tensor(numbers)
         self._everyones = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._counters.count("agreement", mine.nbytes)
         with self.explained(f"telling the other ranks of this rank's {call}"):
@@ -128,6 +135,11 @@ class CallOrder:
         with self.explained(f"waiting for the other ranks to reach this rank's {self._recent[-1]}"):
             pending.wait()
         self._compare()
+
+    def is_expected_by_all(self) -> bool:
+        """Whether all ranks began the last call with equal ``expects``. Local, as ``check``."""
+        self.check()
+        return self._is_expected_by_all
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -164,6 +176,7 @@ class CallOrder:
 
     def _compare(self) -> None:
         rows = [row.tolist() for row in self._everyones]
+        self._is_expected_by_all = len({row.pop() for row in rows}) == 1
         if all(row[:3] == rows[0][:3] for row in rows):
             return
         differ = _distinct([row[3:] for row in rows])

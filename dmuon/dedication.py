@@ -225,13 +225,13 @@ class Dedication:
             for module, _ in param.sites:
                 wrapping.reveal(module)
         blocks = self._make_blocks()
-        num_stages = max(len(p.route.reduce) for block in blocks for p in block.parcels)
+        num_legs = max(len(p.route.reduce) for block in blocks for p in block.parcels)
         if self.owner_map.num_replicas > 1:
-            num_stages = 2
+            num_legs = 2
         start = choose_reduction(self.owner_map.everyone)
         counters = Counters()
         order = CallOrder(self.owner_map.control, counters)
-        ledger = GradientLedger(self.owner_map.num_owners, num_stages, start, order, counters)
+        ledger = GradientLedger(self.owner_map.num_owners, num_legs, start, order, counters)
         conduct = Conduct(
             start,
             self.mp_policy.reduce_dtype,

@@ -7,6 +7,7 @@ end of backward, in the same order.
 """
 
 import weakref
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -299,7 +300,8 @@ class Engine:
         self._recover_from_failed_backward()
         if self._backward_end is not None:
             return
-        self.order.begin(Call.BACKWARD if self.sync_gradients else Call.BACKWARD_NO_SYNC)
+        call = Call.BACKWARD if self.sync_gradients else Call.BACKWARD_NO_SYNC
+        self.order.begin(call, self._expected_gradients())
         self._has_gradients = True
         self._backward_id = torch_internals.backward_id()
         for block in self.blocks:
@@ -310,6 +312,13 @@ class Engine:
 
         self._backward_end = weakref.ref(end)
         torch_internals.call_after_backward(end)
+
+    def _expected_gradients(self) -> int:
+        """A digest of which matrices the backward that begins will reach on this rank. Local."""
+        if not self.ledger.waits_in_backward:
+            return 0
+        params = [param.param for block in self.blocks for param in block.params]
+        return zlib.crc32(bytes(map(torch_internals.will_reach, params)))
 
     def _leave_backward(self) -> None:
         self.has_unsent = not self.sync_gradients

@@ -1,5 +1,6 @@
 """The one place that knows which gradients are on their way, reduced and accumulated."""
 
+from collections import deque
 from collections.abc import Collection
 
 import torch
@@ -11,13 +12,15 @@ from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
 from dmuon.reduction import Reduction, StartReduction
 
+MOST_UNDER_WAY = 2  # reductions of each leg that a backward on a grid leaves unfinished
+
 
 class GradientLedger:
     """Gradients of dedicated parameters, from the end of autograd to ``zero_grad``.
 
     Args:
         num_ranks: gradients are the mean over this many ranks.
-        num_stages: legs of a reduction: 1 on a 1D mesh, 2 on a grid.
+        num_legs: of a reduction: 1 on a 1D mesh, 2 on a grid.
         start: how a leg is reduced.
         order: explains a collective that fails.
         counters: where collectives are counted.
@@ -26,27 +29,33 @@ class GradientLedger:
     def __init__(
         self,
         num_ranks: int,
-        num_stages: int,
+        num_legs: int,
         start: StartReduction,
         order: CallOrder,
         counters: Counters,
     ) -> None:
         self._num_ranks = num_ranks
-        self._num_stages = num_stages
         self._start = start
         self._order = order
         self._counters = counters
-        self._pending: list[tuple[int, Reduction, str]] = []
+        self._pending = [deque[tuple[Reduction, str]]() for _ in range(num_legs)]
         self._grads: dict[DedicatedParam, torch.Tensor] = {}
         self._had_gradient_here: set[DedicatedParam] = set()
 
     def add(
         self, reduction: Reduction, had_gradient_here: Collection[DedicatedParam], what: str
     ) -> None:
-        """Note a reduction that has begun, and collect those that are over already.
+        """Note a reduction that has begun, and take those before it further, to free memory early.
 
-        Those before it are taken in order and only while none of them would wait, so that memory
-        is given back early and no rank waits for another inside backward.
+        With one leg those are collected that are over already, so no rank waits inside backward.
+        On a grid each rank goes on by numbers alone: it waits for the oldest first leg and starts
+        its second while more than `MOST_UNDER_WAY` are under way, and so with second legs.
+
+        Nobody waits for ever. Ranks that expect the same gradients go through one list of starts
+        and waits, each through the part of it that is of its own row and column. Of the
+        collectives that do not end take the first in the list: all ranks come to start it, as all
+        they wait for before it ends; so it ends. Where a rank expects other gradients, it starts
+        some reductions only at the end of its backward, so then nobody waits before ``settle``.
 
         Args:
             reduction: of one block.
@@ -54,14 +63,25 @@ class GradientLedger:
             what: the block, for messages and profiles.
         """
         self._had_gradient_here.update(had_gradient_here)
-        self._pending.append((0, reduction, what))
-        while self._num_stages == 1 and len(self._pending) > 1 and self._pending[0][1].is_done():
-            self._settle_first()
+        first = self._pending[0]
+        first.append((reduction, what))
+        if not self.waits_in_backward:
+            while len(first) > 1 and first[0][0].is_done():
+                self._finish_oldest(0)
+        elif len(first) > MOST_UNDER_WAY and self._order.is_expected_by_all():
+            while len(first) > MOST_UNDER_WAY:
+                self._finish_oldest(0)
+
+    @property
+    def waits_in_backward(self) -> bool:
+        """Whether `add` may wait for other ranks, when all expect the same gradients."""
+        return len(self._pending) > 1
 
     def settle(self) -> None:
         """Wait for everything pending and add it up. Collective on a grid (second leg)."""
-        while self._pending:
-            self._settle_first()
+        for leg, pending in enumerate(self._pending):
+            while pending:
+                self._finish_oldest(leg)
 
     def drop(self) -> None:
         """Forget all gradients, also those still on their way. Collective as ``settle`` is."""
@@ -84,21 +104,26 @@ class GradientLedger:
         """All gradients this rank owns, by the names of their parameters."""
         return {param.name: grad for param, grad in self._grads.items()}
 
-    def _settle_first(self) -> None:
-        stage, reduction, what = self._pending.pop(0)
+    def _finish_oldest(self, leg: int) -> None:
+        """Wait for it, then start its next leg or, after the last, add it up."""
+        reduction, what = self._pending[leg].popleft()
         with (
             record_function(f"dmuon::wait_reduce {what}"),
             self._order.explained(f"bringing the gradients of {what} to their owners"),
         ):
             reduced = reduction.finish()
-            if stage + 1 < self._num_stages:
-                if reduced:
-                    following = self._start(reduced, stage + 1, self._counters)
-                    self._pending.append((stage + 1, following, what))
-                return
-        for parcel, flat in reduced:
-            if parcel.route.is_owner:
-                self._collect(parcel, flat)
+            del reduction  # and its buffers
+            following = self._pending[leg + 1] if leg + 1 < len(self._pending) else None
+            if following is not None and reduced:
+                following.append((self._start(reduced, leg + 1, self._counters), what))
+        if following is None:
+            for parcel, flat in reduced:
+                if parcel.route.is_owner:
+                    self._collect(parcel, flat)
+            return
+        del reduced
+        while len(following) > MOST_UNDER_WAY:
+            self._finish_oldest(leg + 1)
 
     def _collect(self, parcel: Parcel, flat: torch.Tensor) -> None:
         total = flat[: parcel.numel].float()

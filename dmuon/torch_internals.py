@@ -32,6 +32,16 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def will_reach(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will leave a gradient in ``leaf``; callable from its hooks only.
+
+    One that reentrant checkpointing runs inside it is not looked into.
+    """
+    if not leaf.requires_grad:
+        return False
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 def hook_leaf(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call ``hook`` once a backward when ``leaf`` has its gradient, also if it is frozen now."""
     requires_grad = leaf.requires_grad

@@ -49,11 +49,6 @@ def _on_memory(forecast: "Forecast") -> Iterator[str]:
         way_out = "checkpoint activations, or use a smaller micro-batch"
     elif memory.activations > needs / 2:
         way_out = "use a smaller micro-batch"
-    elif forecast.mesh.num_replicas > 1 and memory.unsharded > needs / 2:
-        way_out = (
-            "use fewer replicas of more shards: on a grid the gradients of all blocks wait for the "
-            "end of the backward"
-        )
     elif not forecast.conduct.reshard_after_forward:
         way_out = "reshard after the forward"
     yield f"{shown}: {way_out}"

@@ -3,13 +3,14 @@
 The moments of a step in the order of `dmuon.engine` and of FSDP2, and what is there in each:
 weights of the block at hand and of the one that is sent for ahead, gradients from autograd until
 they are packed, and what is packed until it has been reduced. A reduction is taken to be over when
-it is asked for, which a rank does only after the next block; on a grid all first legs wait for the
-end of the backward, as `dmuon.ledger` keeps them, and the second leg of the first begins then.
+it is asked for, which a rank does only after the next block; on a grid both legs of a reduction
+last while those of the blocks after it begin, as many as `dmuon.ledger` lets be under way.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dmuon.ledger import MOST_UNDER_WAY
 from dmuon.partition import Plan
 from dmuon.planning.conduct import Conduct
 from dmuon.planning.shape import BlockShape, ModelShape
@@ -29,7 +30,9 @@ class _Held:
         accumulated: gradients of all its parameters that wait for the last micro-batch.
         pending: packed gradients of its matrices until their reduction is asked for.
         sending: the same while it begins.
-        settling: what the second leg of the reduction takes beside.
+        summed: what is added up when its first leg is over.
+        exchanging: what the second leg of the reduction takes while it begins.
+        settling: what it takes until it is asked for.
     """
 
     arrived: int
@@ -40,6 +43,8 @@ class _Held:
     accumulated: int
     pending: int
     sending: int
+    summed: int
+    exchanging: int
     settling: int
 
 
@@ -71,6 +76,11 @@ def _held(
     if is_exchange and S > 1:
         exchanged = flats + S * my_flats  # what is sent, and what arrives
         pending, sending = exchanged + my_flats, max(sending, exchanged + packed)
+    summed, exchanging, settling = 0, 0, my_flats - (0 if stays is None else final_flats)
+    if is_exchange and R > 1:
+        summed = my_flats if S > 1 else 0
+        exchanging = 2 * my_flats + R * final_flats
+        settling = exchanging - (0 if final else my_flats)
     numels = [(param.padded(1), param.is_looked_up) for param in block.symmetric]
     symmetric = sum(numel for numel, _ in numels)
     numel = block.dedicated_numel + symmetric
@@ -84,7 +94,9 @@ def _held(
         accumulated=max(weight, grad) * numel if conduct.num_micro_batches > 1 else 0,
         pending=pending,
         sending=sending,
-        settling=my_flats + R * final_flats if is_exchange and R > 1 else 0,
+        summed=summed,
+        exchanging=exchanging,
+        settling=settling,
     )
 
 
@@ -124,18 +136,54 @@ def _forward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterato
         whole += 0 if conduct.reshard_after_forward else block.arrived + block.gathered
 
 
+class _Reductions:
+    """Of blocks whose gradients are packed, as `dmuon.ledger` keeps them."""
+
+    def __init__(self, is_grid: bool) -> None:
+        self._is_grid = is_grid
+        self._first: list[_Held] = []
+        self._second: list[_Held] = []
+
+    @property
+    def held(self) -> int:
+        """Bytes of all."""
+        second = sum(block.settling for block in self._second)
+        return sum(block.pending for block in self._first) + second
+
+    def add(self, block: _Held) -> int:
+        """Begin that of ``block``; the most bytes until as few as may be are under way again."""
+        self._first.append(block)
+        return max(self._finish(MOST_UNDER_WAY if self._is_grid else 1), default=0)
+
+    def settle(self) -> Iterator[int]:
+        """Finish all; bytes on the way."""
+        yield self.held
+        yield from self._finish(0)
+
+    def _finish(self, most: int) -> Iterator[int]:
+        while len(self._first) > most:
+            block = self._first[0]
+            yield self.held + block.summed
+            del self._first[0]
+            yield self.held + block.exchanging
+            if self._is_grid and block.settling:
+                self._second.append(block)
+                yield self.held
+                del self._second[:-MOST_UNDER_WAY]
+
+
 def _backward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:
     """The reduction of each block, from the last to the first, then that of the root."""
-    is_grid = conduct.mesh.num_replicas > 1
     first = 1 if has_root else 0
     early = held[0].accumulated or held[0].computed_early if has_root else 0
     root = held[0].gathered + early if has_root else 0
     waiting = sum(block.accumulated for block in held[first:])
-    under_way = scattering = settling = 0
+    reductions = _Reductions(is_grid=conduct.mesh.num_replicas > 1)
+    scattering = 0
     for index in range(len(held) - 1, -1, -1):
         block, before = held[index], held[:index]
         ahead = before[-1:] if conduct.reshard_after_forward else before
-        there = sum(each.arrived for each in ahead) + under_way + scattering
+        there = sum(each.arrived for each in ahead) + reductions.held + scattering
         if index >= first:
             waiting -= block.accumulated
             gathered = block.gathered + block.computed + sum(b.gathered for b in ahead[first:])
@@ -144,8 +192,8 @@ def _backward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterat
         else:
             computed = max(block.computed, block.accumulated)
             yield there + block.gathered + computed + block.sending
-            yield under_way + computed + block.scattering + block.pending
+            yield reductions.held + computed + block.scattering + block.pending
         if block.sending:
-            settling = settling or block.settling
-            under_way = block.pending + (under_way if is_grid else 0)
-    yield under_way + settling
+            there = root + waiting if index >= first else 0
+            yield there + scattering + reductions.add(block)
+    yield from reductions.settle()

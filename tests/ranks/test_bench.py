@@ -84,7 +84,7 @@ def test_all_train_alike_and_the_counted_bytes_are_the_floor(
     assert together["wire_bytes"] == {
         "broadcast": passes * dedicated * item_bytes,
         "all_to_all": gradients,
-        "agreement": 2 * 9 * 8,  # at forward and backward nine numbers, to compare the calls
+        "agreement": 2 * 10 * 8,  # at forward and backward ten numbers, to compare the calls
     }
     assert together["broadcast_floor_bytes"] == passes * dedicated * item_bytes
     for run in result["runs"]:

@@ -17,7 +17,7 @@ from wrapped import make_mesh, prepare
 import dmuon
 
 FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
-CALL = 72  # in which a rank tells the others what it does
+CALL = 80  # in which a rank tells the others what it does
 NUM_MICRO_BATCHES = 3
 
 
@@ -110,7 +110,7 @@ def test_bytes_of_a_step_are_those_of_the_formula(shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["2", "2x2"])
 def test_step_alone_brings_in_no_gradients_on_one_row(shape: tuple[int, ...]) -> None:
-    """Without clipping before it: on a grid the second leg of the reductions is left to it."""
+    """Without clipping before it: on a grid the second leg of the last reductions is left to it."""
 
     def body(rank: int) -> None:
         model = prepare(make_mesh(*shape))
