@@ -9,6 +9,9 @@ from dmuon_platform.spec.fault import InjectedFault
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
 
+LONGEST_S = 1e9
+"""For what must end at some time: some 30 years, which clocks and timeouts can still take."""
+
 
 class LossSpike(Section):
     """When a loss counts as a spike."""
@@ -31,14 +34,14 @@ class FaultsSpec(Section):
     """The same for what is lost: processes, machines, the network, storage, ranks that are
     stuck."""
 
-    timeout_s: PositiveFloat = 300
+    timeout_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 300
     """Seconds a collective may take before its worker counts as lost."""
 
-    stall_s: PositiveFloat = 240
+    stall_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 240
     """Seconds without a micro-batch, or a batch of evaluation, after which a rank is stuck; and
     without a sign of Ray's controller, which steers them, after which that is lost."""
 
-    slow_stall_s: PositiveFloat = 1800
+    slow_stall_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 1800
     """The same while starting, saving and ending, and the first time in each phase of a step,
     which may compile."""
 

@@ -73,7 +73,9 @@ class JobSpec(Section):
 
     @field_validator("storage")
     @classmethod
-    def _storage_is_no_url(cls, storage: str) -> str:
+    def _storage_is_a_folder(cls, storage: str) -> str:
+        if "\0" in storage:
+            raise PydanticCustomError("null", "must be a folder, whose name has no NUL character")
         if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", storage):  # pathlib makes one slash of two
             raise PydanticCustomError(
                 "url",
