@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,14 @@ SETTINGS: dict[str, Any] = {
 }
 """Of the option ``--set``."""
 
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= threading.TIMEOUT_MAX:  # more than that nobody can sleep
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
+    return value
+
+
 _FLAG = {"action": "store_true"}
 RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--storage": (
@@ -54,7 +63,7 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--watch": ("status", {**_FLAG, "help": "again and again until it ends"}),
     "--every": (
         "status",
-        {"type": float, "default": 5.0, "help": "seconds between two looks; default: 5"},
+        {"type": _seconds, "default": 5.0, "help": "seconds between two looks; default: 5"},
     ),
     "--follow": ("logs resume", {**_FLAG, "help": "show it until the run ends"}),
     "--wait": ("stop", {**_FLAG, "help": "return when it has ended"}),

@@ -97,7 +97,9 @@ def test_validate_refuses_data_that_is_not_there(capsys: pytest.CaptureFixture[s
     assert "no file matches '/nowhere/*.txt'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["submit", TINY], ["walk"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["run"], ["submit", TINY], ["walk"], ["status", "x", "--every", "nan"]]
+)
 def test_wrong_arguments_show_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
