@@ -155,7 +155,9 @@ class Driving:
         if time.monotonic() - watched.looked < ROOM_S:
             return
         watched.looked = time.monotonic()
-        with suppress(RuntimeError):  # Ray could not tell now; should it be lost, `look` says so
+        # Ray could not tell now (should it be lost, `look` says so), or a full disk has no room for
+        # the request: the next look tries again.
+        with suppress(RuntimeError, OSError):
             nodes = self._session.room()
             if num_leaving(nodes) > watched.leaving:
                 self._restart("a machine is about to leave the cluster")
