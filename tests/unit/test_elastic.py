@@ -1,9 +1,14 @@
 """How many workers an attempt gets."""
 
+import io
+
 import pytest
+from dmuon_platform import driving
 from dmuon_platform.elastic import NodeRoom, choose_workers, num_places, shortage
+from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import job_of
 from dmuon_platform.spec.batch import accumulation
+from rich.console import Console
 from small_job import small
 
 
@@ -48,3 +53,31 @@ def test_a_worker_is_on_one_machine_and_none_is_on_one_that_leaves():
 def test_what_is_missing_is_said():
     text = shortage(job(4, resources__cpus_per_worker=4), [free(3, 0), free(4, 1)])
     assert "4 workers need 16 CPUs, and 7 CPUs and 1 GPUs are free on the 2 machines" in text
+
+
+class Session:
+    """In place of a Ray: trains for three looks, and its machine is told to leave meanwhile."""
+
+    is_connected = True
+    looks = 0
+
+    def room(self):
+        return [NodeRoom(1, 0, 2, 0, is_leaving=self.looks > 0)]
+
+    def start_attempt(self, num_workers, config):
+        pass
+
+    def look(self):
+        self.looks += 1
+        return None if self.looks < 4 else {"step": 10}
+
+
+def test_a_request_for_other_workers_that_cannot_be_written_does_not_end_the_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(driving, "ROOM_S", 0.0)
+    monkeypatch.setattr(driving, "REFRESH_S", 0.01)
+    spec = job_of(small(storage=str(tmp_path), resources__workers=1))
+    (spec.run_dir / "stop.json").mkdir(parents=True)  # nothing can take its place
+    view = ProgressView(spec, Console(file=io.StringIO()))
+    assert driving.Driving(spec, Session(), view, "launch", {}).run() == (1, {"step": 10})
