@@ -14,7 +14,7 @@ from typing import Any
 from dmuon_platform.elastic import NodeRoom
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.spec.resources import AUTO
+from dmuon_platform.spec.resources import AUTO, HEAD
 
 CONNECT_TIMEOUT_S = 5.0
 """How long an address given in the job may take to accept a connection."""
@@ -59,21 +59,23 @@ def check_address(spec: JobSpec) -> None:
         SpecError: Ray is told to join a cluster by Ray Client.
         PlatformError: Nothing answers there.
     """
-    address = address_of(spec)
-    if address == AUTO and os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+    name, address = "resources.address", address_of(spec)
+    if address == AUTO:
+        name, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS", "")
+    if address is not None and address.startswith("ray://"):
         raise SpecError(
-            f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']!r} is Ray Client, which cannot start a "
-            "training: set it to 'host:port' of the head (port 6379 unless changed), or launch the "
-            "job inside the cluster with `dmuon submit`."
+            f"{name} = {address!r} is Ray Client, which cannot start a training: set it to "
+            "'host:port' of the head (port 6379 unless changed), or launch the job inside the "
+            "cluster with `dmuon submit`."
         )
-    if address is None or address == AUTO:
+    if address is None or not HEAD.fullmatch(address):
         return
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise PlatformError(
-            f"No Ray cluster answers at resources.address = {address!r} ({error}). Start one with "
+            f"No Ray cluster answers at {name} = {address!r} ({error}). Start one with "
             "`ray start --head --port=6379`, correct the address, or leave it out: then the job "
             "starts a local Ray of its own."
         ) from error

@@ -46,4 +46,7 @@ def test_bad_input_is_refused_before_workers_start(text, tmp_path):
     code, output = driver.run("run", run.job, RAY_ADDRESS="ray://127.0.0.1:10001")
     assert code == 78, output
     assert "RAY_ADDRESS = 'ray://127.0.0.1:10001' is Ray Client" in output
+    code, output = driver.run("run", run.job, RAY_ADDRESS=address)
+    assert code == 1, output
+    assert f"No Ray cluster answers at RAY_ADDRESS = '{address}'" in output
     assert not run.events("training_started")
