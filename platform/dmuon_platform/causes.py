@@ -38,10 +38,9 @@ LOST = frozenset(
 UNANSWERED = "WorkerHealthCheckTimeoutError"
 """A worker process is there and does not answer Ray."""
 
-STORAGE_ERRNOS = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EREMOTEIO}
-)
-"""Of an `OSError` that may be gone at the next try."""
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+STORAGE_AWAY = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EROFS})
+"""Numbers of an `OSError` that may be gone at the next try."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _cause_of_controller(inner: BaseException, error: BaseException) -> Cause:
     return Cause(
         died if is_death else _one_line(inner),
         str(error),
-        is_loss=_is(inner, LOST),
+        is_loss=_is(inner, LOST) or _is_storage(inner),
         leaves_workers=is_death,
         final=inner if isinstance(inner, FINAL) else None,
     )
@@ -112,7 +111,7 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _is_storage(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in STORAGE_ERRNOS
+    return isinstance(error, OSError) and error.errno in FULL_DISK | STORAGE_AWAY
 
 
 def _is(error: Any, names: set[str] | frozenset[str]) -> bool:

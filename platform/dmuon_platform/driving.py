@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from dmuon_platform import cluster
-from dmuon_platform.causes import Cause
+from dmuon_platform.causes import STORAGE_AWAY, Cause
 from dmuon_platform.elastic import NodeRoom, choose_workers, num_leaving, num_places
 from dmuon_platform.errors import ClusterLost, GracefulStop, PlatformError
 from dmuon_platform.heartbeat import Heartbeats
@@ -74,7 +74,8 @@ class Driving:
         except OSError as error:  # a full disk: what failed before is what the user should read
             self._number += 1
             text = f"No attempt could begin, since {self._spec.run_dir} cannot be written: {error}"
-            return self._number, Cause(text, "", may_repeat=True)
+            is_loss = error.errno in STORAGE_AWAY
+            return self._number, Cause(text, "", may_repeat=True, is_loss=is_loss)
         attempt = self._number
         try:
             self._connect()

@@ -1,11 +1,11 @@
 """What is checked before any worker starts: the storage, and an earlier run of the same name."""
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
 from dmuon_platform.data import check_data
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
@@ -70,7 +70,7 @@ def storage_explained(spec: JobSpec) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL_DISK:
             raise PlatformError(
                 f"The disk of {spec.run_dir} is full ({error}). Make room and launch the job "
                 "again: it goes on from the newest checkpoint."
@@ -86,7 +86,7 @@ def storage_explained(spec: JobSpec) -> Iterator[None]:
 
 def _is_of_storage(error: OSError, storage: Path) -> bool:
     if not isinstance(error.filename, str):
-        return error.errno in (errno.EROFS, errno.EIO, errno.ESTALE)
+        return error.errno in STORAGE_AWAY
     return Path(error.filename).is_relative_to(storage)
 
 

@@ -153,6 +153,12 @@ def test_what_storage_and_network_do_is_a_loss(error, is_hang):
     assert cause.final is None
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.ENOSPC])
+def test_storage_that_fails_in_the_process_that_steers_is_a_loss_too(number):
+    # Twice at the same step it would else count as a bug.
+    assert cause_of(OSError(number, "the snapshot cannot be written")).is_loss
+
+
 def test_a_missing_file_is_an_error_of_the_code():
     assert not cause_of(WorkerGroupError(_0=FileNotFoundError(errno.ENOENT, "no"))).is_loss
 
