@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
 from dmuon_platform.data import check_data
 from dmuon_platform.durable_file import write_whole
@@ -42,22 +43,23 @@ def check_job(spec: JobSpec) -> None:
 
 
 def check_storage(spec: JobSpec) -> None:
-    """Make the run folder and prove that it can be written.
+    """Make the run folder, and that of its checkpoints, and prove that both can be written.
 
     Raises:
         PlatformError: It cannot.
     """
-    probe = spec.run_dir / f".write-test-{os.getpid()}"
-    try:
-        spec.run_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"dmuon")
-        probe.unlink()
-    except OSError as error:
-        raise PlatformError(
-            f"The run folder {spec.run_dir} cannot be written ({error.strerror or error}). "
-            "`storage` must be a folder that this user and all workers can write; change it in the "
-            "job file or with --set storage=PATH."
-        ) from error
+    for folder in (spec.run_dir, spec.run_dir / CHECKPOINTS_FOLDER):
+        probe = folder / f".write-test-{os.getpid()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"dmuon")
+            probe.unlink()
+        except OSError as error:
+            raise PlatformError(
+                f"The run folder {folder} cannot be written ({error.strerror or error}). "
+                "`storage` must be a folder that this user and all workers can write; change it in "
+                "the job file or with --set storage=PATH."
+            ) from error
 
 
 @contextmanager

@@ -348,6 +348,11 @@ def test_what_cannot_be_read_is_an_error_in_words_and_hides_no_other_run(tmp_pat
     table, note = capsys.readouterr()
     assert [line.split()[0] for line in table.splitlines()] == ["NAME", "b"]
     assert note.startswith(f"note: {folder} cannot be read")
+    other = tmp_path / "b"
+    (other / "checkpoints").rename(other / "moved")
+    (other / "checkpoints").touch()
+    assert dmuon("resume", other) == 1  # before it trains for what it cannot save
+    assert f"{other}/checkpoints cannot be written (File exists)" in capsys.readouterr().err
 
 
 def test_the_newest_lines_come_first_over_any_block_size(tmp_path, monkeypatch):
