@@ -46,7 +46,8 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
             matrices ``(E, M, N)``, and the weights of convolutions (flattened, one matrix a group).
         replicate_mesh: the replicate axis, when ``mesh`` is the 1D shard axis of a 2D layout.
         reshard_after_forward: free the weights of other owners between forward and backward
-            (less memory, one more broadcast) or keep them.
+            (less memory, one more broadcast) or keep them. Those of the last block, with which
+            backward begins, are kept either way, unless gradients are disabled.
         mp_policy: as for ``fully_shard``: ``param_dtype`` is the dtype weights travel and compute
             in, ``reduce_dtype`` that of gradients on their way. Master weights stay float32.
         hook_boundary_predicate: ``(module name, module) -> bool``; which modules make their

@@ -31,7 +31,7 @@ class Conduct:
     Attributes:
         start_reduction: how gradients travel.
         reduce_dtype: in which dtype; None: that of the weights on the wire.
-        reshard_after_forward: free weights between forward and backward.
+        reshard_after_forward: free weights between forward and backward, but for the last block.
         can_recover: whether training may go on after a backward that raised.
     """
 
@@ -115,7 +115,7 @@ class Engine:
         self._prefetch(index + 1)
 
     def post_forward(self, index: int, output: object) -> None:
-        """Free the block's weights and make sure that backward brings them back. Local."""
+        """Free the block's weights, if that is worth it, and see that backward has them. Local."""
         block = self.blocks[index]
         if torch_internals.in_backward():
             return
@@ -126,7 +126,8 @@ class Engine:
         watched = self._watch(index, output)
         if not watched.has_tensor:  # nothing will bring the weights back, so they stay
             return
-        if self._conduct.reshard_after_forward or not watched.has_hook:
+        is_last = index == len(self.blocks) - 1  # backward begins with it, so it stays whole
+        if (self._conduct.reshard_after_forward and not is_last) or not watched.has_hook:
             self._reshard_unless_running(block)
 
     def post_use(self, index: int, output: object) -> None:

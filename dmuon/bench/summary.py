@@ -41,7 +41,7 @@ def summarise(
         "sent_bytes": {name: _sent(reports, name, num_steps) for name in names},
         "wire_bytes": {kind: round(number) for kind, number in wire.items()},
         "broadcast_floor_bytes": broadcast_floor(
-            len(reports), first.facts.dedicated_bytes, settings.reshard
+            len(reports), first.facts.dedicated_bytes, settings.layers, settings.reshard
         ),
         "newton_schulz_per_step": sum(done),
         "newton_schulz_per_flop": first.facts.newton_schulz_per_flop,
@@ -93,12 +93,14 @@ def best_other(steps: Blocks, optimizers: Blocks) -> dict[str, Any] | None:
     }
 
 
-def broadcast_floor(num_ranks: int, dedicated_bytes: int, reshard: bool) -> int:
+def broadcast_floor(num_ranks: int, dedicated_bytes: int, num_layers: int, reshard: bool) -> int:
     """Payload in bytes that each rank must take part in a step so that all see every matrix.
 
-    Once for forward, and once more for backward when the weights were freed; none when alone.
+    Once for forward, and once more for backward when the weights were freed, which those of the
+    last of the layers, all of one size, need not be; none when alone.
     """
-    return 0 if num_ranks == 1 else dedicated_bytes * (2 if reshard else 1)
+    passes = 2 * num_layers - 1 if reshard else num_layers
+    return 0 if num_ranks == 1 else dedicated_bytes // num_layers * passes
 
 
 def optimizer_per_products(reports: Sequence[RankReport]) -> float:

@@ -49,8 +49,16 @@ class Conduct:
     transport: Transport
     num_micro_batches: int
 
+    def num_unshards_of_matrices(self, is_last: bool) -> int:
+        """How often in a step those of a block are made whole.
+
+        Args:
+            is_last: no block after it has matrices.
+        """
+        return self.num_micro_batches * (2 if self.reshard_after_forward and not is_last else 1)
+
     def num_unshards(self, block: str) -> int:
-        """How often in a step a block is made whole."""
+        """How often in a step the symmetric parameters of a block are made whole."""
         reshards = self.reshard_after_forward if block else self.reshard_root
         return self.num_micro_batches * (2 if reshards else 1)
 

@@ -87,6 +87,11 @@ class ModelShape:
         return tuple(matrix for block in self.blocks for matrix in block.matrices)
 
     @property
+    def last_with_matrices(self) -> int | None:
+        """Place of the last block that has any."""
+        return max((i for i, block in enumerate(self.blocks) if block.matrices), default=None)
+
+    @property
     def symmetric(self) -> tuple[SymmetricParam, ...]:
         """All others."""
         return tuple(param for block in self.blocks for param in block.symmetric)

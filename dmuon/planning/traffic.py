@@ -78,9 +78,14 @@ def _dedicated(shape: ModelShape, plan: Plan, conduct: Conduct, column: int) -> 
     S, rooted = conduct.mesh.num_shards, conduct.transport == "reduce"
     weight, grad = conduct.weight_itemsize, conduct.reduce_itemsize
     all_parcels = all_blocks = my_parcels = my_blocks = mine = num_mine = 0
+    broadcasts = broadcast = 0
+    last = shape.last_with_matrices
     owners = iter(plan.owners)
-    for block in shape.blocks:
+    for index, block in enumerate(shape.blocks):
         owned = {next(owners) for _ in block.matrices}
+        times = conduct.num_unshards_of_matrices(is_last=index == last)
+        broadcasts += times * len(owned)
+        broadcast += times * block.dedicated_numel
         sourced = {owner for owner in owned if owner % S == column}
         all_parcels += len(owned)
         all_blocks += bool(owned)
@@ -90,8 +95,8 @@ def _dedicated(shape: ModelShape, plan: Plan, conduct: Conduct, column: int) -> 
         if owner % S == column:
             mine += matrix.numel
             num_mine += 1
-    numel, times = sum(m.numel for m in plan.matrices), conduct.num_unshards("block")
-    yield Traffic("unshard", "broadcast", "shard", times * all_parcels, times * weight * numel)
+    numel = sum(m.numel for m in plan.matrices)
+    yield Traffic("unshard", "broadcast", "shard", broadcasts, weight * broadcast)
     kind = conduct.transport
     calls = (all_parcels, my_parcels) if rooted else (all_blocks, my_blocks)
     payload = grad * (numel + len(plan.matrices))

@@ -56,7 +56,10 @@ def peak_of_unsharded(shape: ModelShape, plan: Plan, conduct: Conduct, rank: int
         owned = [(next(owners), matrix.numel) for matrix in block.matrices]
         held.append(_held(block, owned, conduct, rank))
     has_root = bool(shape.blocks) and shape.blocks[0].name == ""
-    return max((*_forward(held, conduct, has_root), *_backward(held, conduct, has_root)), default=0)
+    last = shape.last_with_matrices if conduct.reshard_after_forward else None
+    kept = [block.arrived if index == last else 0 for index, block in enumerate(held)]
+    moments = (*_forward(held, kept, conduct, has_root), *_backward(held, kept, conduct, has_root))
+    return max(moments, default=0)
 
 
 def _held(
@@ -125,15 +128,24 @@ def _packing(
     return max(moments), moments[-1]
 
 
-def _forward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:
-    """Making the root whole, which takes its weights twice, then block after block."""
+def _forward(
+    held: Sequence[_Held], kept: Sequence[int], conduct: Conduct, has_root: bool
+) -> Iterator[int]:
+    """Making the root whole, which takes its weights twice, then block after block.
+
+    Args:
+        held: of each block.
+        kept: weights of each that stay for the backward although others are freed.
+        conduct: of the training.
+        has_root: whether the first block is the root.
+    """
     root = held[0].gathered if has_root else 0
     yield 2 * root + held[0].arrived
     whole = 0
-    for block, following in zip(held, [*held[1:], None], strict=True):
+    for block, stays, following in zip(held, kept, [*held[1:], None], strict=True):
         ahead = 0 if following is None else following.arrived + following.gathered
         yield root + whole + block.arrived + 2 * block.gathered + ahead
-        whole += 0 if conduct.reshard_after_forward else block.arrived + block.gathered
+        whole += stays if conduct.reshard_after_forward else block.arrived + block.gathered
 
 
 class _Reductions:
@@ -172,8 +184,17 @@ class _Reductions:
                 del self._second[:-MOST_UNDER_WAY]
 
 
-def _backward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterator[int]:
-    """The reduction of each block, from the last to the first, then that of the root."""
+def _backward(
+    held: Sequence[_Held], kept: Sequence[int], conduct: Conduct, has_root: bool
+) -> Iterator[int]:
+    """The reduction of each block, from the last to the first, then that of the root.
+
+    Args:
+        held: of each block.
+        kept: as of ``_forward``.
+        conduct: of the training.
+        has_root: whether the first block is the root.
+    """
     first = 1 if has_root else 0
     early = held[0].accumulated or held[0].computed_early if has_root else 0
     root = held[0].gathered + early if has_root else 0
@@ -183,7 +204,8 @@ def _backward(held: Sequence[_Held], conduct: Conduct, has_root: bool) -> Iterat
     for index in range(len(held) - 1, -1, -1):
         block, before = held[index], held[:index]
         ahead = before[-1:] if conduct.reshard_after_forward else before
-        there = sum(each.arrived for each in ahead) + reductions.held + scattering
+        there = sum(each.arrived for each in ahead) + sum(kept[: index - len(ahead)])
+        there += reductions.held + scattering
         if index >= first:
             waiting -= block.accumulated
             gathered = block.gathered + block.computed + sum(b.gathered for b in ahead[first:])

@@ -58,16 +58,20 @@ def run_command(file: Path, *more: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("others", "more", "passes", "item_bytes"),
+    ("others", "more", "layer_passes", "item_bytes"),
     [
-        (("gather", "alltoall"), (), 2, 4),
-        ((), ("--no-reshard", "--no-gated", "--vocabulary", "300"), 1, 4),
-        (("alltoall",), ("--precision", "bfloat16", "--ns-dtype", "bfloat16"), 2, 2),
+        (("gather", "alltoall"), (), 2 * LAYERS - 1, 4),
+        ((), ("--no-reshard", "--no-gated", "--vocabulary", "300"), LAYERS, 4),
+        (("alltoall",), ("--precision", "bfloat16", "--ns-dtype", "bfloat16"), 2 * LAYERS - 1, 2),
     ],
     ids=["reshard", "keep", "bfloat16"],
 )
 def test_all_train_alike_and_the_counted_bytes_are_the_floor(
-    tmp_path: Path, others: tuple[str, ...], more: tuple[str, ...], passes: int, item_bytes: int
+    tmp_path: Path,
+    others: tuple[str, ...],
+    more: tuple[str, ...],
+    layer_passes: int,
+    item_bytes: int,
 ) -> None:
     contenders = ("adamw", "dmuon", *others)
     call = (*more, "--contenders", ",".join(contenders))
@@ -82,11 +86,11 @@ def test_all_train_alike_and_the_counted_bytes_are_the_floor(
     assert alone["wire_bytes"] == {}
     gradients = (dedicated + matrices) * 4  # float32, and a flag for each
     assert together["wire_bytes"] == {
-        "broadcast": passes * dedicated * item_bytes,
+        "broadcast": layer_passes * dedicated // LAYERS * item_bytes,
         "all_to_all": gradients,
         "agreement": 2 * 10 * 8,  # at forward and backward ten numbers, to compare the calls
     }
-    assert together["broadcast_floor_bytes"] == passes * dedicated * item_bytes
+    assert together["broadcast_floor_bytes"] == together["wire_bytes"]["broadcast"]
     for run in result["runs"]:
         check_run(run, contenders, matrices)
     if len(others) == 2:

@@ -15,6 +15,7 @@ from torch import nn
 from wrapped import make_mesh, prepare
 
 import dmuon
+from dmuon import dedication
 
 FLOAT, FLAG = 4, 4  # bytes of a weight or gradient, and of what says that there is a gradient
 CALL = 80  # in which a rank tells the others what it does
@@ -75,6 +76,7 @@ def test_bytes_of_a_step_are_those_of_the_formula(shape: tuple[int, ...]) -> Non
         optimizer = dmuon.Muon(model)
         everything = sizes_of(model, lambda owner: True)
         column = sizes_of(model, lambda owner: owner % num_columns == rank % num_columns)
+        last_block = bytes_of(model, "layers.2.")
         reduced = sum(everything) if num_columns > 1 else 0
         reduced += sum(column) if num_rows > 1 else 0
         published = column[0] if num_rows > 1 else 0
@@ -87,10 +89,11 @@ def test_bytes_of_a_step_are_those_of_the_formula(shape: tuple[int, ...]) -> Non
                 optimizer.step()
                 optimizer.zero_grad()
                 dmuon.wait_all_replicate_broadcasts(model)
-            unshards = NUM_MICRO_BATCHES * (2 if reshard else 1) * (num_columns > 1)
+            # forward, and backward but for the last block, which stays whole between them
+            unsharded = 2 * everything[0] - last_block if reshard else everything[0]
             reductions = 1 if no_sync else NUM_MICRO_BATCHES
             expected = Counter(
-                broadcast=unshards * everything[0],
+                broadcast=NUM_MICRO_BATCHES * unsharded * (num_columns > 1),
                 all_to_all=reductions * reduced,
                 all_reduce=FLOAT,  # of the norm
                 agreement=(2 * NUM_MICRO_BATCHES + 1) * CALL,  # forwards, backwards, the norm
@@ -124,6 +127,36 @@ def test_step_alone_brings_in_no_gradients_on_one_row(shape: tuple[int, ...]) ->
     run_ranks(math.prod(shape), body)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["2", "2x2"])
+def test_the_last_block_alone_stays_whole_and_only_until_its_backward(
+    shape: tuple[int, ...],
+) -> None:
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(*shape))
+        blocks = dedication.of(model).engine.blocks
+
+        def whole() -> list[str]:
+            return [block.name for block in blocks if not block.is_resharded]
+
+        with torch.no_grad():
+            loss_of(model, tokens(0))
+        assert whole() == []
+        loss = loss_of(model, tokens(0))
+        assert whole() == ["layers.2"]
+        with counted(model) as ours:
+            loss.backward()
+        assert whole() == []
+        everything, _ = sizes_of(model, lambda owner: True)
+        assert ours["broadcast"] == everything - bytes_of(model, "layers.2.")
+        loss = loss_of(model, tokens(1))
+        with torch.no_grad():
+            loss_of(model, tokens(0))
+        assert whole() == []
+        loss.backward()  # it is brought back
+
+    run_ranks(math.prod(shape), body)
+
+
 def sizes_of(model: nn.Module, is_included: Callable[[int], bool]) -> tuple[int, int]:
     """Bytes of the matrices of some owners, and of the flags that travel with gradients."""
     params = [
@@ -133,3 +166,9 @@ def sizes_of(model: nn.Module, is_included: Callable[[int], bool]) -> tuple[int,
         for param in dmuon.get_owned_params(model, owner).values()
     ]
     return sum(param.numel() for param in params) * FLOAT, len(params) * FLAG
+
+
+def bytes_of(model: nn.Module, prefix: str) -> int:
+    """Bytes of the matrices whose names begin so."""
+    params = dmuon.get_dedicated_params(model).items()
+    return FLOAT * sum(param.numel() for name, param in params if name.startswith(prefix))
