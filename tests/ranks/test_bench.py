@@ -133,11 +133,12 @@ def check_traffic(run: dict[str, Any], dedicated: int) -> None:
     assert payload["gather"]["all_gather"] > payload["adamw"]["all_gather"] + whole - 1
     assert payload["alltoall"]["all_gather"] == payload["adamw"]["all_gather"]
     assert 2 * whole / RANKS <= payload["alltoall"]["all_to_all"] < 4 * whole / RANKS
-    # of matrices this small, the frames of gloo are a part that counts
+    # of matrices this small, the frames of gloo are a part that counts; what the kernel has not
+    # sent yet at the end of a turn counts with the next contender
     gathered = (RANKS - 1) * whole
-    assert gathered <= sent["gather"] - sent["adamw"] < 1.4 * gathered
+    assert 0.9 * gathered <= sent["gather"] - sent["adamw"] < 1.4 * gathered
     exchanged = 2 * gathered / RANKS
-    assert exchanged <= sent["alltoall"] - sent["adamw"] < 1.4 * exchanged
+    assert 0.9 * exchanged <= sent["alltoall"] - sent["adamw"] < 1.4 * exchanged
 
 
 def test_torchs_own_muon_takes_part_and_work_grows_with_the_ranks(tmp_path: Path) -> None:
