@@ -61,6 +61,10 @@ class ShardedMuon(torch.optim.Optimizer):
         self._workspace = make_workspace(first.device)
         self._dtype = ns_dtype
         self._schedule = coefficient_schedule(coefficients, _NS_STEPS)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a subclass works out once, at set-up."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -124,15 +128,7 @@ class ExchangingMuon(ShardedMuon):
     nothing moves or computes less.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        adamw_lr: float,
-        coefficients: Coefficients,
-        ns_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(model, lr, adamw_lr, coefficients, ns_dtype)
+    def _prepare(self) -> None:
         names = list(self._hidden)
         shapes = [self._hidden[name].shape for name in names]
         matrices = [
