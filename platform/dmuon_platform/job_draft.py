@@ -2,7 +2,6 @@
 
 import argparse
 import glob
-import inspect
 import os
 import re
 import textwrap
@@ -14,7 +13,7 @@ from typing import Any
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import SpecError
 from dmuon_platform.spec import JobSpec, job_of, load_job
-from dmuon_platform.spec.fields import field_at
+from dmuon_platform.spec.fields import field_at, meaning
 from dmuon_platform.spec.toml import toml_value
 
 _WIDTH = 100
@@ -170,6 +169,6 @@ def _lines(name: str, hardware: Hardware, sections: Sections) -> Iterator[str]:
 def _commented(path: list[str], value: Any) -> Iterator[str]:
     field = field_at(path)
     assert field is not None  # sections are checked before
-    words = " ".join(inspect.cleandoc(field.description or "").split()).replace("``", "`")
+    words = meaning(field.description)
     yield from textwrap.wrap(words, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     yield f"{path[-1]} = {toml_value(value)}"

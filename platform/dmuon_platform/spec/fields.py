@@ -1,6 +1,7 @@
 """The tree of keys that a job can have, as its classes declare them."""
 
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,11 @@ def all_keys() -> Iterator[str]:
     for name in JobSpec.model_fields:
         inner = keys_under([name])
         yield from (f"{name}.{key}" for key in inner) if inner else [name]
+
+
+def meaning(text: str | None) -> str:
+    """Return a docstring on one line, with the backticks of Markdown."""
+    return " ".join(inspect.cleandoc(text or "").split()).replace("``", "`")
 
 
 def accepts(field: FieldInfo, kind: type) -> bool:

@@ -1,6 +1,5 @@
 """Every key of a job in Markdown, as the classes of its sections say it."""
 
-import inspect
 import typing
 from collections.abc import Iterator
 from enum import Enum
@@ -9,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dmuon_platform.spec.fields import sections_of
+from dmuon_platform.spec.fields import meaning, sections_of
 from dmuon_platform.spec.job import JobSpec
 from dmuon_platform.spec.toml import toml_value
 
@@ -67,5 +66,5 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def _words(text: str | None) -> str:
-    """A docstring on one line, as Markdown."""
-    return " ".join(inspect.cleandoc(text or "").split()).replace("``", "`").replace("|", "\\|")
+    """A docstring as a cell of a table."""
+    return meaning(text).replace("|", "\\|")
