@@ -70,15 +70,24 @@ def check_address(spec: JobSpec) -> None:
         )
     if address is None or not HEAD.fullmatch(address):
         return
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        reach_head(address)
     except OSError as error:
         raise PlatformError(
             f"No Ray cluster answers at {name} = {address!r} ({error}). Start one with "
             "`ray start --head --port=6379`, correct the address, or leave it out: then the job "
             "starts a local Ray of its own."
         ) from error
+
+
+def reach_head(address: str) -> None:
+    """Connect to ``host:port`` for a moment.
+
+    Raises:
+        OSError: Nothing answers there.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def address_of(spec: JobSpec) -> str | None:

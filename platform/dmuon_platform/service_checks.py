@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,7 +9,9 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
+from dmuon_platform.cluster import reach_head
 from dmuon_platform.finding import Finding, State
+from dmuon_platform.spec.resources import HEAD
 
 TIMEOUT_S = 5.0
 
@@ -24,14 +25,14 @@ def check_ray(address: str | None) -> Iterator[Finding]:
     if address.startswith(("http://", "https://")):
         yield _job_server(address.rstrip("/"), mode)
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not HEAD.fullmatch(address):
         fix = "give host:port of the head (6379), or http://host:8265 of its job server"
         yield Finding("Ray", State.BROKEN, f"{address!r} is no address", fix)
         return
     try:
-        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+        reach_head(address)
     except OSError as error:
+        port = address.rpartition(":")[2]
         fix = f"start it with `ray start --head --port={port}`, or open the port between machines"
         yield Finding("Ray", State.BROKEN, f"nothing answers at {address} ({error})", fix)
         return

@@ -49,6 +49,8 @@ def test_services_that_do_not_answer_are_named_with_the_way_out(
     assert found["MLflow"].state is State.POOR  # training runs without it
     assert _findings(tmp_path, host)["Ray"].state is State.BROKEN
     assert _findings(tmp_path, "head")["Ray"].seen == "'head' is no address"
+    ray_client = f"ray://{host}"  # which jobs refuse
+    assert _findings(tmp_path, ray_client)["Ray"].seen == f"{ray_client!r} is no address"
     assert cli.main(["doctor", "--storage", str(tmp_path), "--address", host]) == doctor.FAILED
     assert f"ray start --head --port={dead_port}" in capsys.readouterr().out
 
