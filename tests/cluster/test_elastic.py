@@ -38,6 +38,15 @@ def frozen(run: driver.Run) -> AbstractContextManager[None]:
     return driver.suspended(psutil.Process(worker))
 
 
+def started(run, machines, setting):
+    """The job on the cluster, by a command that notices soon when the cluster is gone."""
+    return driver.start(
+        *("run", run.job, "--address", machines.address, "--set", setting),
+        RAY_AUTH_MODE="disabled",
+        RAY_gcs_rpc_server_reconnect_timeout_s="5",
+    )
+
+
 def test_a_machine_is_lost_and_another_added(machines, text, tmp_path):
     # Rates at which a difference in the last bit does not grow much within the run.
     rates = ["optimizer.lr=0.004", "optimizer.adamw_lr=0.002"]
@@ -110,11 +119,7 @@ def test_a_frozen_controller_and_a_head_that_comes_back_are_survived(
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
     machines.add()
-    process = driver.start(
-        *("run", run.job, "--address", machines.address, "--set", "faults.stall_s=15"),
-        RAY_AUTH_MODE="disabled",
-        RAY_gcs_rpc_server_reconnect_timeout_s="5",
-    )
+    process = started(run, machines, "faults.stall_s=15")
     driver.wait_until(driver.trains(run, 1, 13), process)
     machines.freeze_controller()
     driver.wait_until(driver.trains(run, 2, 13), process)
@@ -138,11 +143,7 @@ def test_a_cluster_that_is_gone_ends_the_run_with_75_and_on_another_it_goes_on(
     undisturbed, _ = reference
     run = driver.make_run(tmp_path, text)
     machines.add()
-    process = driver.start(
-        *("run", run.job, "--address", machines.address, "--set", "faults.node_wait_s=4"),
-        RAY_AUTH_MODE="disabled",
-        RAY_gcs_rpc_server_reconnect_timeout_s="5",
-    )
+    process = started(run, machines, "faults.node_wait_s=4")
     driver.wait_until(lambda: max(run.metrics(), default=0) >= 13, process)
     machines.close()
     code, output = driver.finish(process)
