@@ -45,6 +45,7 @@ __all__ = [
     "SetupError",
     "Split",
     "StateDictError",
+    "UpdateStatistics",
     "Workload",
     "clip_grad_norm_",
     "dedicate_params",
@@ -74,9 +75,11 @@ __all__ = [
     "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "singular_value_band",
     "verify_checkpoint",
     "verify_files",
     "wait_all_replicate_broadcasts",
+    "watch_updates",
 ]
 
 

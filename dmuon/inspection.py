@@ -1,13 +1,19 @@
 """Looking at what is dedicated, to whom, and what has been done."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from dmuon import dedication as dedications
 from dmuon.counters import Counters
 from dmuon.dedication import Dedication
+from dmuon.errors import SetupError
 from dmuon.names import original_name
+from dmuon.optimizer import Muon
 from dmuon.selection import embedding_weights, why_not_hidden
+from dmuon.update_statistics import UpdateStatistics, UpdateWatch
 
 
 def get_dedicated_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,6 +41,40 @@ def get_owned_params(model: nn.Module, rank: int | None = None) -> dict[str, nn.
 def get_counters(model: nn.Module) -> Counters:
     """What this rank has done for dedicated parameters so far; the object goes on counting."""
     return dedications.of(model).engine.counters
+
+
+@contextmanager
+def watch_updates(optimizer: Muon) -> Iterator[dict[str, UpdateStatistics]]:
+    """Look at the updates of the step inside the block, of the matrices that this rank owns.
+
+    ``with dmuon.watch_updates(optimizer) as updates: optimizer.step()``. The dictionary is filled
+    at the end of the block: by name of the parameter, with ``[e]`` for matrix ``e`` of a stack or
+    group ``e`` of a convolution, and ``:p`` for part ``p`` of a split. Each matrix of the model
+    that was updated is there on exactly one rank. After several steps the newest counts.
+
+    Local: no collective. Training goes on with the same bits. It costs one matrix product more for
+    the 15 of an update, eigenvalues of small matrices, and one wait for the device.
+
+    Raises:
+        SetupError: for another optimizer, or inside another such block.
+    """
+    if not isinstance(optimizer, Muon):
+        raise SetupError(
+            f"watch_updates takes a dmuon.Muon, not {type(optimizer).__name__}: "
+            "with dmuon.watch_updates(optimizer)"
+        )
+    if optimizer.update_watch is not None:
+        raise SetupError(
+            "the updates of this optimizer are watched already; leave that block of watch_updates "
+            "first"
+        )
+    updates: dict[str, UpdateStatistics] = {}
+    optimizer.update_watch = watch = UpdateWatch()
+    try:
+        yield updates
+    finally:
+        optimizer.update_watch = None
+    updates.update(watch.result())
 
 
 def describe(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ import torch
 from dmuon.batching import Workspace, orthogonalize_all
 from dmuon.layout import Layout
 from dmuon.newton_schulz import coefficient_schedule, default_dtype
+from dmuon.update_statistics import ParamWatch
 
 ADJUST_LR_FNS = ("match_rms_adamw", "original", None)
 
@@ -39,12 +40,14 @@ class Due(NamedTuple):
         grad: the mean gradient.
         momentum_buffer: of the last step, zeros before the first; float32.
         layout: where its matrices are.
+        watch: what looks at its update; None: nobody.
     """
 
     weight: torch.Tensor
     grad: torch.Tensor
     momentum_buffer: torch.Tensor
     layout: Layout
+    watch: ParamWatch | None = None
 
 
 def update_(params: Sequence[Due], group: Mapping[str, Any], workspace: Workspace) -> int:
@@ -71,10 +74,12 @@ def update_(params: Sequence[Due], group: Mapping[str, Any], workspace: Workspac
             nesterov=group["nesterov"],
             kept=kept,
             rate=lr * lr_scale(weights.shape, group["adjust_lr_fn"]),
+            watch=due.watch,
+            number=number,
         )
         for due in params
-        for weights, grads, buffers in zip(
-            *map(due.layout.views, (due.weight, due.grad, due.momentum_buffer)), strict=True
+        for number, (weights, grads, buffers) in enumerate(
+            zip(*map(due.layout.views, (due.weight, due.grad, due.momentum_buffer)), strict=True)
         )
     ]
     orthogonalize_all(
@@ -99,6 +104,9 @@ class _Part:
         nesterov: whether to look one step ahead.
         kept: factor on the weights.
         rate: how much of the orthogonal matrices is subtracted.
+        watch: what looks at the update; None: nobody.
+        number: of this part in its parameter.
+        first: number of its first matrix, where the part was divided.
     """
 
     weights: torch.Tensor
@@ -108,6 +116,9 @@ class _Part:
     nesterov: bool
     kept: float
     rate: float
+    watch: ParamWatch | None
+    number: int
+    first: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -120,6 +131,7 @@ class _Part:
                 weights=self.weights[some],
                 grads=self.grads[some],
                 buffers=self.buffers[some],
+                first=self.first + (some.start or 0),
             )
             for some in (slice(count), slice(count, None))
         )
@@ -136,6 +148,8 @@ class _Part:
 
     def take(self, orthogonal_BMN: torch.Tensor) -> None:
         """Update the weights."""
+        if self.watch is not None:
+            self.watch.see(self.number, self.first, self.weights, orthogonal_BMN, self.rate)
         if self.kept != 1:
             self.weights.mul_(self.kept)
         self.weights.add_(orthogonal_BMN, alpha=-self.rate)

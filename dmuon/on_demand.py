@@ -23,7 +23,13 @@ from dmuon.gradients import (
     nonfinite_gradients,
     wait_all_replicate_broadcasts,
 )
-from dmuon.inspection import describe, get_counters, get_dedicated_params, get_owned_params
+from dmuon.inspection import (
+    describe,
+    get_counters,
+    get_dedicated_params,
+    get_owned_params,
+    watch_updates,
+)
 from dmuon.layout import Layout, Split
 from dmuon.model_state import get_model_state_dict, nonfinite_weights, set_model_state_dict
 from dmuon.optimizer import Muon
@@ -33,6 +39,7 @@ from dmuon.planning.cluster import Cluster
 from dmuon.planning.forecast import Forecast, plan
 from dmuon.planning.workload import Workload
 from dmuon.selection import is_hidden_matrix
+from dmuon.update_statistics import UpdateStatistics, singular_value_band
 
 __all__ = [
     "Cluster",
@@ -46,6 +53,7 @@ __all__ = [
     "Plan",
     "SaveHandle",
     "Split",
+    "UpdateStatistics",
     "Workload",
     "clip_grad_norm_",
     "dedicate_params",
@@ -74,7 +82,9 @@ __all__ = [
     "save_checkpoint",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "singular_value_band",
     "verify_checkpoint",
     "verify_files",
     "wait_all_replicate_broadcasts",
+    "watch_updates",
 ]

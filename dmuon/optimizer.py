@@ -21,6 +21,7 @@ from dmuon.names import original_name
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import MASTER_DTYPE, Parcel
+from dmuon.update_statistics import UpdateWatch
 
 
 class _Witness(NamedTuple):
@@ -104,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         self.dedication.check_not_sharded()
         self.replicate_async = replicate_async
         self.num_steps = 0
+        self.update_watch: UpdateWatch | None = None
         engine = self.dedication.engine
         self.dedication.reshard_symmetric()  # the model may have been evaluated before
         named = _named_parameters(model, self.dedication)
@@ -227,7 +229,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[param.param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, dtype=MASTER_DTYPE)
-        return Due(weight, grad, state["momentum_buffer"], param.layout)
+        watch = self.update_watch
+        look = None if watch is None else watch.of(param.name, param.layout)
+        return Due(weight, grad, state["momentum_buffer"], param.layout, look)
 
     def _check_same_parameters(self) -> None:
         """Refuse to train a model that was wrapped or changed after this optimizer was built."""

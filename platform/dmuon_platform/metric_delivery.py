@@ -7,7 +7,8 @@ from mlflow.entities import Metric
 
 from dmuon_platform.spool import Record
 
-EVALUATION = "evaluation/"
+RARE = ("evaluation/", "muon/")
+"""Prefixes of what is not measured at every step, so that each point counts."""
 
 MAX_RECORDS = 200
 """Steps told in one go, before it is written down how far the tracker has been told."""
@@ -46,7 +47,7 @@ class MetricDelivery:
         curves: The tracker.
         offset: Up to where it was told for certain.
         told: Called with each new offset, to write it down.
-        log_every: Steps between two points; evaluations are always told.
+        log_every: Steps between two points; what is measured now and then is always told.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class MetricDelivery:
     def _chosen(self, record: Record) -> dict[str, float]:
         if record.step % self._log_every == 0:
             return record.metrics
-        return {k: v for k, v in record.metrics.items() if k.startswith(EVALUATION)}
+        return {k: v for k, v in record.metrics.items() if k.startswith(RARE)}
 
     def _steps_there(self, key: str) -> set[int]:
         if key not in self._there:

@@ -13,6 +13,7 @@ from dmuon_platform.place import Place
 from dmuon_platform.run_story import ROLLED_BACK
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.update_table import UPDATES_FILE, UpdateTable
 
 
 class Record:
@@ -26,6 +27,7 @@ class Record:
         self._place = place
         self.attempt = attempt
         self._spool = MetricsSpool(spec.run_dir) if place.is_first else None
+        self._updates = MetricsSpool(spec.run_dir, UPDATES_FILE) if place.is_first else None
         self._journal = Journal(spec.run_dir) if place.is_first else None
 
     def started(self, step: int, plan: Any, restore_s: float) -> None:
@@ -46,10 +48,14 @@ class Record:
             }
             self._journal.note("training_started", attempt=self.attempt, **facts)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Note what came out of a step."""
+    def step(
+        self, step: int, metrics: dict[str, float], updates: UpdateTable | None = None
+    ) -> None:
+        """Note what came out of a step, and what its updates were like if that was looked at."""
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
+        if self._updates is not None and updates is not None:
+            self._updates.append(step, updates.to_metrics(), time.time())
 
     def note(self, kind: str, **data: Any) -> None:
         """Note in the journal that something happened, now or when there is room."""
@@ -69,6 +75,8 @@ class Record:
         """
         if self._spool is not None:
             self._spool.forget(target)
+        if self._updates is not None and self._updates.size():
+            self._updates.forget(target)
         self._note(ROLLED_BACK, step=step, to_step=target, **facts)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -92,6 +100,8 @@ class Record:
         """
         if self._spool is not None:
             self._spool.sync()
+        if self._updates is not None:
+            self._updates.sync()
 
     def stopped(self, result: dict[str, Any]) -> None:
         """Note that the training ended before its last step because somebody asked for it."""

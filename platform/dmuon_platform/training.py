@@ -21,6 +21,7 @@ from dmuon_platform.place import Place
 from dmuon_platform.schedule import lr_multiplier
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stability import Stability, Verdict
+from dmuon_platform.update_table import UpdateTable
 
 # B: sequences of one micro-batch; T: tokens of a sequence.
 
@@ -37,6 +38,7 @@ class Training:
         any_stop: Whether some rank wanted to ``stop`` in the last step; equal on all ranks.
         verdict: What has become of the last step's update; equal on all ranks.
         stability: That says so.
+        updates: What the last step's updates were like, where that was looked at; on all ranks.
         order: Of the batches.
         read: Returns this rank's micro-batches of a step.
         loss_of: Returns the mean loss of a model on a micro-batch.
@@ -68,6 +70,7 @@ class Training:
         self.any_stop = False
         self.verdict = Verdict.APPLY
         self.stability = Stability(spec.faults)
+        self.updates: UpdateTable | None = None
         self.order = BatchOrder()
         self.read: Callable[[int], list[Tensor]] = self._tokens
         self.loss_of: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
@@ -99,8 +102,9 @@ class Training:
             self._on_progress(Phase.OPTIMIZER)
             norm = self._clip()
             self.verdict = self.stability.judge(step, loss, norm)
+            self.updates = None
             if self.verdict is Verdict.APPLY:
-                self.optimizer.step()
+                self._update(step)
             self.optimizer.zero_grad(set_to_none=True)
         num_tokens = self.spec.train.global_batch_size * self.spec.data.sequence_length
         return {
@@ -108,6 +112,7 @@ class Training:
             "train/grad_norm": norm,
             "train/tokens": float(num_tokens * (step + 1)),
             **self._learning_rates(),
+            **({} if self.updates is None else self.updates.summary()),
             "speed/tokens_per_s": num_tokens / clock.total_s(),
             **clock.spans,
         }
@@ -165,6 +170,22 @@ class Training:
     def _clip(self) -> float:
         limit = self.spec.train.clip_grad_norm
         return dmuon.clip_grad_norm_(self.optimizer, math.inf if limit is None else limit).item()
+
+    def _update(self, step: int) -> None:
+        """Change the weights, and look at how where that is due. Collective."""
+        every = self.spec.tracking.update_statistics_every
+        # counted from 1; a function of the step alone, so all ranks look at the same ones
+        is_due = every is not None and (
+            step == 0 or (step + 1) % every == 0 or step + 1 == self.spec.num_steps
+        )
+        if not is_due:
+            self.optimizer.step()
+            return
+        with dmuon.watch_updates(self.optimizer) as mine:
+            self.optimizer.step()
+        group = next(each for each in self.optimizer.param_groups if each["algorithm"] == "muon")
+        band = dmuon.singular_value_band(group["ns_coefficients"], group["ns_steps"])
+        self.updates = UpdateTable.of(self.place.gather(mine), band)
 
     def _set_learning_rate(self, step: int) -> None:
         scale = lr_multiplier(self.spec.schedule, self.spec.num_steps, step)

@@ -64,7 +64,7 @@ def train(
         is_last = step == spec.num_steps
         if is_last or _is_due(step, spec.evaluation.every):
             metrics |= training.evaluate()
-        record.step(step, metrics)
+        record.step(step, metrics, training.updates)
         if is_last or training.any_stop or _is_due(step, spec.checkpoint.every):
             saving.save(training, step, metrics)
         if training.any_stop and not is_last:

@@ -21,3 +21,6 @@ class TrackingSpec(Section):
 
     log_every: PositiveInt = 1
     """Steps between two points of a curve in MLflow."""
+
+    update_statistics_every: PositiveInt | None = 100
+    """Steps between two looks at Muon's updates, beside the first and the last; none for never."""
