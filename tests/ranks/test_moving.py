@@ -1,0 +1,148 @@
+"""Scripts that are moved over: run as they are printed, and compared with one process.
+
+The losses of one process come from the formulas, with the batches that all those scripts read.
+"""
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from printed import block, losses_of, run, run_forked
+from tiny import FormulaMuon
+
+import dmuon
+
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+pytest.importorskip("accelerate", reason="needs the hf extra")
+transformers.Trainer, transformers.LlamaForCausalLM  # noqa: B018 - forked ranks inherit them
+
+MOVING = "dmuon/MOVING.md"
+STEPS = 40
+
+
+def _losses_alone(warmed: int) -> dict[int, float]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
+    rows = torch.tensor(list(text[: STEPS * 16 * 64])).view(STEPS, 16, 64)
+    coefficients = list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5])
+    formula = FormulaMuon(model, is_muon=dmuon.is_hidden_matrix, coefficients=coefficients)
+    losses = {}
+    for step in range(STEPS):
+        loss = model(input_ids=rows[step], labels=rows[step]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        factor = min(1.0, (step + warmed) / 10)
+        formula.lr, formula.adamw_lr = 0.02 * factor, 3e-3 * factor
+        formula.step()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+def _assert_same(losses: dict[int, float], alone: dict[int, float]) -> None:
+    """Equal within rounding, which grows with the steps."""
+    assert len(losses) == STEPS
+    for step, loss in losses.items():
+        assert loss == pytest.approx(alone[step], abs=1e-3 if step <= STEPS // 2 else 2e-2), step
+
+
+def _write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text(
+            block(MOVING, f"file: {name}", name.rpartition(".")[2].replace("py", "python"))
+        )
+
+
+def _commands(name: str) -> list[str]:
+    return block(MOVING, f"commands: {name}", "bash").splitlines()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, float]:
+    """With the schedule of transformers, whose first factor is zero."""
+    return _losses_alone(0)
+
+
+def test_a_script_with_adamw_moves_over_with_a_diff_of_nine_lines(tmp_path: Path) -> None:
+    _write(tmp_path, "fsdp.py", "fsdp.diff")
+    (command,) = _commands("fsdp.py")
+    before = losses_of(run_forked(command, tmp_path))
+    subprocess.run(["patch", "fsdp.py", "fsdp.diff"], cwd=tmp_path, check=True, timeout=60)
+    changed = re.findall(r"^[+-](?![+-]).*\S", (tmp_path / "fsdp.diff").read_text(), re.M)
+    after = losses_of(run(command, tmp_path))
+    assert len(changed) == 9
+    assert before[1] == after[1]
+    _assert_same(after, _losses_alone(1))
+    assert after[STEPS] < before[STEPS] < before[1]
+    assert torch.load(tmp_path / "model.pt")["lm_head.weight"].shape == (256, 64)
+
+
+def test_accelerate_trains_as_one_process(tmp_path: Path, alone: dict[int, float]) -> None:
+    _write(tmp_path, "accelerated.py")
+    _assert_same(losses_of(run_forked(*_commands("accelerated.py"), tmp_path)), alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [("model", "RuntimeError"), ("optimizer", "dmuon.errors.OwnershipError")]
+)
+def test_what_accelerate_cannot_prepare_is_an_error(tmp_path: Path, given: str, error: str) -> None:
+    _write(tmp_path, "accelerated.py")
+    script = (tmp_path / "accelerated.py").read_text()
+    wrong = script.replace("\nloader = ", f"\naccelerator.prepare({given})\nloader = ")
+    (tmp_path / "accelerated.py").write_text(wrong)
+    with pytest.raises(AssertionError, match=f"prepare.(?s:.)*\\n{error}: "):
+        run_forked(*_commands("accelerated.py"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    _write(folder, "trainer.py")
+    losses: dict[int, float] = {}
+    for command in _commands("trainer.py"):
+        more = losses_of(run_forked(command, folder))
+        assert not set(more) & set(losses)
+        losses |= more
+    return folder, losses
+
+
+def test_the_trainer_trains_and_resumes_as_one_process(
+    trained: tuple[Path, dict[int, float]], alone: dict[int, float]
+) -> None:
+    _assert_same(trained[1], alone)
+
+
+def test_the_checkpoint_of_the_trainer_opens_without_dmuon(
+    trained: tuple[Path, dict[int, float]],
+) -> None:
+    folder, _ = trained
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "trained" / "checkpoint-40")
+    assert model.config.hidden_size == 64
+
+
+def test_the_trainer_loads_the_best_of_its_checkpoints(tmp_path: Path) -> None:
+    _write(tmp_path, "trainer.py")
+    script = (tmp_path / "trainer.py").read_text()
+    more = """
+        eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, greater_is_better=True,
+    ),
+    eval_dataset=[{"input_ids": row, "labels": row} for row in rows[:24]],
+"""
+    script = script.replace("save_steps=20", "save_steps=2")
+    script = script.replace("    ),\n    train_", f"{more}    train_")
+    seen = "losses = [x['eval_loss'] for x in trainer.state.log_history if 'eval_loss' in x]\n"
+    seen += "print('first', losses[0], trainer.evaluate()['eval_loss'])\n"
+    (tmp_path / "trainer.py").write_text(script + seen)
+    output = run_forked("torchrun --nproc-per-node 2 trainer.py --steps 4", tmp_path)
+    (numbers,) = re.findall(r"^first (\S+) (\S+)$", output, re.M)
+    assert numbers[0] == numbers[1]
