@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from printed import block, losses_of, run
+from printed import block, losses_of, run, run_forked
 
-pytest.importorskip("transformers", reason="needs the hf extra")
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+transformers.LlamaForCausalLM  # noqa: B018 - forked ranks inherit it
 
 GUIDE = "dmuon/GUIDE.md"
 
@@ -18,7 +19,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[i
     for name in ("train.py", "load.py"):
         (folder / name).write_text(block(GUIDE, f"file: {name}", "python"), encoding="utf-8")
     commands = block(GUIDE, "commands: train.py", "bash").splitlines()
-    return folder, [losses_of(run(command, folder)) for command in commands]
+    first, *others = commands
+    outputs = [run(first, folder), *(run_forked(command, folder) for command in others)]
+    return folder, [losses_of(output) for output in outputs]
 
 
 def test_each_command_goes_on_where_the_last_one_stopped(
@@ -34,7 +37,7 @@ def test_the_losses_are_those_of_one_process_that_was_never_stopped(
     trained: tuple[Path, list[dict[int, float]]],
 ) -> None:
     folder, losses = trained
-    alone = losses_of(run(_ALONE, folder))
+    alone = losses_of(run_forked(_ALONE, folder))
     pieces = {step: loss for each in losses for step, loss in each.items()}
     assert pieces == pytest.approx(alone, abs=2e-3)
     assert alone[60] < 0.7 * alone[1]
@@ -60,6 +63,8 @@ def test_fine_tuning_begins_with_the_pretrained_loss(
     (folder / "tune.py").write_text(tuned, encoding="utf-8")
     os.symlink(folder / "checkpoints" / "step-000060", folder / "pretrained")
     first = losses_of(
-        run("torchrun --standalone --nproc-per-node 2 tune.py --steps 2 --folder tuned", folder)
+        run_forked(
+            "torchrun --standalone --nproc-per-node 2 tune.py --steps 2 --folder tuned", folder
+        )
     )[1]
     assert first < losses[0][1] * 0.7
