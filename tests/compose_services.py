@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tries
 import yaml
 
 REPOSITORY = Path(__file__).parents[1]
@@ -71,15 +72,7 @@ class Services:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        processes = list(self._processes.values())
-        alive = [psutil.Process(each.pid) for each in processes if each.poll() is None]
-        family = [*alive, *(child for one in alive for child in one.children(recursive=True))]
-        for process in reversed(processes):
-            process.terminate()
-        for one in psutil.wait_procs(family, timeout=ENDED_S)[1]:
-            one.kill()
-        for process in processes:
-            process.wait()
+        _end(list(self._processes.values()))
 
     def port(self, port: int) -> int:
         """Return the port that stands for one of the file."""
@@ -116,8 +109,13 @@ class Services:
             command: For one whose command is in its image.
             options: Of the process.
         """
+        tries.persist(lambda: self._try_to_start(service, command, options))
+
+    def _try_to_start(
+        self, service: str, command: list[str] | None, options: dict[str, Any]
+    ) -> None:
         with (self.folder / f"{service}.log").open("wb") as log:
-            self._processes[service] = subprocess.Popen(
+            process = self._processes[service] = subprocess.Popen(
                 command or self.command(service),
                 env=self.environment(service),
                 cwd=self.folder,
@@ -132,9 +130,10 @@ class Services:
             done = subprocess.run(words, env=self.environment(service), capture_output=True)
             if done.returncode == 0:
                 return
-            told = done.stderr.decode() + (self.folder / f"{service}.log").read_text()
-            assert self._processes[service].poll() is None, told
-            assert time.monotonic() < deadline, told
+            if process.poll() is not None or time.monotonic() > deadline:
+                _end([process])
+                log_text = (self.folder / f"{service}.log").read_text()
+                raise RuntimeError(done.stderr.decode() + log_text)
             time.sleep(0.5)
 
     def run(self, service: str, *arguments: str) -> tuple[int, str]:
@@ -170,6 +169,17 @@ class Services:
             text = re.sub(rf"\b{port}\b", free, text)
         text = re.sub(r"(?<==)/(storage|artifacts)$", rf"{self.folder}/\1", text)
         return text.replace("0.0.0.0", "127.0.0.1")
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    alive = [psutil.Process(each.pid) for each in processes if each.poll() is None]
+    family = [*alive, *(child for one in alive for child in one.children(recursive=True))]
+    for process in reversed(processes):
+        process.terminate()
+    for one in psutil.wait_procs(family, timeout=ENDED_S)[1]:
+        one.kill()
+    for process in processes:
+        process.wait()
 
 
 def _free_port() -> int:

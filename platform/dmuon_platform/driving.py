@@ -12,7 +12,7 @@ from dmuon_platform.errors import ClusterLost, GracefulStop, PlatformError
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.pulse import beat_period_s
-from dmuon_platform.ray_session import RayLost, RaySession
+from dmuon_platform.ray_session import OWN_TRIES, RayLost, RaySession
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stall import describe_stall
 from dmuon_platform.stop_request import After, StopFile, StopRequest, pause
@@ -28,9 +28,6 @@ ROOM_S = 5.0
 
 RETRY_S = 2.0
 """Seconds between two tries to reach a cluster, or to find room in it."""
-
-OWN_TRIES = 3
-"""How often a Ray of our own is started before that counts as impossible."""
 
 
 class Driving:

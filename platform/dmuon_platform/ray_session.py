@@ -16,7 +16,7 @@ from dmuon_platform import cluster
 from dmuon_platform.child_process import command_of, environment
 from dmuon_platform.data import DatasetInfo
 from dmuon_platform.elastic import NodeRoom
-from dmuon_platform.errors import ClusterLost
+from dmuon_platform.errors import ClusterLost, PlatformError
 from dmuon_platform.spec import JobSpec
 
 CONNECT_S = 180.0
@@ -27,6 +27,9 @@ ANSWER_S = 60.0
 
 CLOSE_S = 20.0
 """How long leaving the cluster may take."""
+
+OWN_TRIES = 3
+"""How often a Ray of our own is started before the job gives up."""
 
 PROBE_S = 3.0
 """Seconds between two looks whether the head of a Ray of our own still lives."""
@@ -53,11 +56,33 @@ class RaySession:
         self._has_asked = False
 
     def __enter__(self) -> Self:
-        self.connect()
+        self._connect_first()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _connect_first(self) -> None:
+        """Connect; a Ray of our own gets more than one try, since its ports are a matter of luck.
+
+        Raises:
+            PlatformError: The cluster is not there, or does not accept us, or ours did not start.
+        """
+        for _ in range(OWN_TRIES if cluster.address_of(self._spec) is None else 1):
+            try:
+                self.connect()
+            except (RayLost, RuntimeError) as error:
+                problem = error
+            else:
+                return
+        if cluster.address_of(self._spec) is not None:
+            raise problem
+        reason = str(problem).strip().splitlines()[-1]
+        raise PlatformError(
+            f"The local Ray of this job did not start in {OWN_TRIES} tries: {reason}\nLook for a "
+            "machine that is out of memory or very busy (`uptime`, `free -m`, `dmuon doctor`), or "
+            "start a Ray yourself with `ray start --head` and name it in resources.address."
+        ) from problem
 
     @property
     def is_connected(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import driver
+from cluster.machines import Machines
 from mlflow_runs import Server
 
 
@@ -54,3 +55,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """A cluster without room, to which machines may be added."""
+    machines = Machines()
+    yield machines
+    machines.close()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,11 @@ class Run:
         """The journal's entries of one kind."""
         return [r for r in self.lines("events.jsonl") if r["kind"] == kind]
 
+    def frozen(self) -> AbstractContextManager[None]:
+        """Freeze a worker, so that the run waits where it is until something has happened."""
+        worker = self.events("training_started")[-1]["workers"][-1]["pid"]
+        return suspended(psutil.Process(worker))
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         """What is in one of its files."""
         return [json.loads(line) for line in _lines(self.folder / name)]
@@ -154,6 +159,8 @@ def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
 
 def family(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
     """Return the processes below the command whose own command line says ``name``."""
+    if process.poll() is not None:
+        return []
     found = []
     for each in psutil.Process(process.pid).children(recursive=True):
         try:

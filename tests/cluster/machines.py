@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import tries
 from cluster import driver
 
 RAY = Path(sys.executable).with_name("ray")
@@ -77,6 +79,10 @@ class Machines:
         return self._start(f"--address={self.address}", cpus=2)
 
     def _start(self, *arguments: str, cpus: int) -> subprocess.Popen:
+        return tries.persist(lambda: self._try_to_start(*arguments, cpus=cpus))
+
+    def _try_to_start(self, *arguments: str, cpus: int) -> subprocess.Popen:
+        there = self._all_processes()
         command = [RAY, "start", "--block", *arguments, f"--num-cpus={cpus}"]
         command += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
         if "--head" in arguments:
@@ -89,22 +95,31 @@ class Machines:
             text=True,
             start_new_session=True,
         )
-        self._processes.append(process)
         told = ""
         while "Ray runtime started" not in told:  # two at a time take each other's ports
             line = process.stdout.readline()
             told += line
-            assert line, f"a machine did not start:\n{told}"
+            if not line:
+                process.wait()
+                _kill(self._all_processes() - there)  # what it started must not join later
+                raise RuntimeError(f"a machine did not start:\n{told}")
+        self._processes.append(process)
         return process
+
+    def _all_processes(self) -> set[psutil.Process]:
+        """Return all that Ray has started for any of the machines: they name the folder."""
+        found = set()
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                if any(self.folder in argument for argument in one.cmdline()):
+                    found.add(one)
+        return found
 
     @staticmethod
     def lose(process: subprocess.Popen) -> None:
         """Kill a machine's processes at once, as when its power fails."""
-        family = [psutil.Process(process.pid)]
-        family += family[0].children(recursive=True)
-        for each in family:
-            each.kill()
-        psutil.wait_procs(family, timeout=10)
+        machine = psutil.Process(process.pid)
+        _kill({machine, *machine.children(recursive=True)})
         process.communicate()
 
     def node_with_room(self) -> str:
@@ -142,7 +157,15 @@ class Machines:
     def close(self) -> None:
         """Lose all of them, for good."""
         self.lose_all()
+        _kill(self._all_processes())
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    for each in processes:
+        with suppress(psutil.Error):
+            each.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def _free_port() -> int:

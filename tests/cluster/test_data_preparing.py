@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import tries
 from dmuon_platform.data import DatasetInfo, check_size, open_dataset, prepare_dataset
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.evaluation import bigram_bits_per_byte
@@ -28,27 +29,33 @@ class Settings:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    folder = tempfile.mkdtemp(prefix="dmuon-", dir="/tmp")  # Ray's sockets need short paths
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        _start(folder)
+        folder = tries.persist(_start)
         yield
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(folder: str) -> None:
-    ray.init(
-        address="local",
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=150 << 20,
-        logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2] / "platform")}},
-    )
+def _start() -> str:
+    folder = tempfile.mkdtemp(prefix="dmuon-", dir="/tmp")  # Ray's sockets need short paths
+    try:
+        ray.init(
+            address="local",
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=150 << 20,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2] / "platform")}},
+        )
+    except BaseException:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
 
 
 @pytest.fixture

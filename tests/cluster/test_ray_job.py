@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tries
 from cluster import driver
 
 pytestmark = pytest.mark.cluster
@@ -28,6 +29,12 @@ def _free_port() -> int:
 @pytest.fixture(scope="module")
 def head():
     """A Ray head with a job server, in a folder and on ports of its own: (environment, ports)."""
+    env, ports, process = tries.persist(_start_head)
+    yield env, ports
+    _end(process, env)
+
+
+def _start_head():
     folder = tempfile.mkdtemp(prefix="dmuon-head-", dir="/tmp")
     ports = {"gcs": _free_port(), "jobs": _free_port()}
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -46,16 +53,20 @@ def head():
     env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['jobs']}"
     try:
         driver.wait_until(lambda: _listens(ports["jobs"]), process)
-        yield env, ports
-    finally:
-        family = [psutil.Process(process.pid)]
-        family += family[0].children(recursive=True)
-        process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=8)
-        for one in alive:
-            one.kill()
-        process.communicate()
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        _end(process, env)
+        raise
+    return env, ports, process
+
+
+def _end(process, env):
+    family = driver.family(process, "")
+    process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=8)
+    for one in alive:
+        one.kill()
+    process.communicate()
+    shutil.rmtree(env["HOME"], ignore_errors=True)
 
 
 def _listens(port: int) -> bool:
