@@ -158,7 +158,7 @@ class Services:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=400,
+            timeout=900,
         )
         return done.returncode, done.stdout
 

@@ -19,6 +19,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 STEPS = 60
 
+PATIENCE_S = 900
+"""For what ends in half a minute on a machine that does nothing else; other tests run beside."""
+
 JOB = """
 name = "{name}"
 storage = "{storage}"
@@ -141,7 +144,7 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> tuple[int, str]:
     """Wait for the command; return its exit code and all it printed."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -195,7 +198,7 @@ def trains(run: Run, attempts: int, step: int) -> Callable[[], bool]:
 def wait_until(
     condition: Callable[[], Any],
     process: subprocess.Popen[str] | None = None,
-    timeout_s: float = 300,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     """Wait until something is so, while the command, if one is given, still runs."""
     deadline = time.monotonic() + timeout_s

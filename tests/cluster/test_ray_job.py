@@ -98,7 +98,12 @@ def test_ray_job_submit_does_what_dmuon_run_does_also_when_it_is_stopped_and_sub
     waits = ["--runtime-env-json", '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}']
     entrypoint = ["--", "python", "jobs/train.py", run.job]
     submit = partial(
-        subprocess.run, cwd=driver.REPOSITORY, env=env, capture_output=True, text=True, timeout=400
+        subprocess.run,
+        cwd=driver.REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=driver.PATIENCE_S,
     )
     submit([*command, *waits, "--no-wait", "--submission-id", job, *entrypoint], check=True)
     driver.wait_until(lambda: max(run.metrics(), default=0) >= 13)
