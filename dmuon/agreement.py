@@ -74,7 +74,10 @@ def _model_lines(dedication: Dedication) -> list[str]:
         frozen = "" if param.requires_grad else ", frozen"
         lines.append(f"{name} {list(param.shape)} {param.dtype}{frozen}{layouts.get(name, '')}")
     blocks = sorted({f"block {matrix.block!r}" for matrix in dedication.plan.matrices})
-    settings = f"reshard_after_forward={dedication.reshard_after_forward}, {dedication.mp_policy}"
+    settings = (
+        f"reshard_after_forward={dedication.reshard_after_forward}, packing={dedication.packing}, "
+        f"{dedication.mp_policy}"
+    )
     return [*lines, *blocks, settings, f"plan {dedication.plan.digest()}"]
 
 

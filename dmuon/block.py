@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from dmuon.carriers import Carrier
 from dmuon.counters import Counters
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
-from dmuon.reduction import Reduced, Reduction, StartReduction, pack
+from dmuon.reduction import Reduction
 
 
 class Weights(Enum):
@@ -26,6 +27,7 @@ class Block:
 
     Attributes:
         name: of the module, "" for the root.
+        carrier: how it travels along the row.
         shown: the name and its matrices, for messages.
         in_backward: backward has entered this block and not left it; forwards seen meanwhile are
             recomputations of activation checkpointing and must not free anything.
@@ -33,10 +35,13 @@ class Block:
             ends by an exception is counted until `forget_forwards`, which costs memory alone.
     """
 
-    def __init__(self, name: str, module: nn.Module, parcels: Sequence[Parcel]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, parcels: Sequence[Parcel], carrier: Carrier
+    ) -> None:
         self.name = name
         self.module = module
         self.parcels = list(parcels)
+        self.carrier = carrier
         self.params: list[DedicatedParam] = [p for parcel in parcels for p in parcel.params]
         self.shown = _shown(name, self.params)
         self.in_backward = False
@@ -59,8 +64,7 @@ class Block:
             self.reshard()
         with record_function(f"dmuon::unshard {self.name}"):
             self.drain()
-            for parcel in self.parcels:
-                parcel.start_unshard(counters)
+            self.carrier.start_unshard(counters)
         self._weights, self._version = Weights.ARRIVING, version
         return True
 
@@ -68,8 +72,7 @@ class Block:
         """Wait for the weights and show them; does nothing when they are shown."""
         if self._weights is Weights.ARRIVING:
             with record_function(f"dmuon::wait_unshard {self.name}"):
-                for parcel in self.parcels:
-                    parcel.finish_unshard()
+                self.carrier.finish_unshard()
             self._weights = Weights.UNSHARDED
 
     def drain(self) -> None:
@@ -95,8 +98,7 @@ class Block:
         """Free the weights of other owners; does nothing when they are freed. Local."""
         self.finish_unshard()
         if self._weights is Weights.UNSHARDED:
-            for parcel in self.parcels:
-                parcel.reshard()
+            self.carrier.reshard()
             self._weights = Weights.RESHARDED
 
     @property
@@ -122,7 +124,7 @@ class Block:
         self.in_backward = False
 
     def start_reduction(
-        self, start: StartReduction, dtype: torch.dtype | None, counters: Counters
+        self, dtype: torch.dtype | None, counters: Counters
     ) -> tuple[Reduction, Collection[DedicatedParam]]:
         """Take the local gradients and begin to bring them to their owners.
 
@@ -131,16 +133,9 @@ class Block:
         Returns:
             The reduction, and the parameters that have a gradient on this rank.
         """
-        sent: Reduced = []
-        had_gradient: list[DedicatedParam] = []
         with record_function(f"dmuon::reduce {self.name}"):
-            for parcel in self.parcels:
-                grads = [param.take_gradient() for param in parcel.params]
-                pairs = zip(parcel.params, grads, strict=True)
-                had_gradient += [param for param, grad in pairs if grad is not None]
-                sent.append((parcel, pack(parcel, grads, dtype or self._common_dtype())))
             counters.reductions += 1
-            return start(sent, 0, counters), had_gradient
+            return self.carrier.start_reduction(dtype or self._common_dtype(), counters)
 
     def _common_dtype(self) -> torch.dtype:
         dtypes = {parcel.dtype for parcel in self.parcels}

@@ -13,8 +13,9 @@ class Counters:
         steps: optimizer steps.
         reductions: gradient reductions launched, one a block and backward.
         collectives: how many of each kind were called for dedicated parameters
-            "broadcast" (unshard), "reduce" or "all_to_all" (gradients, by backend), "publish" (new
-            weights to other replicas), "all_reduce" (norms), "agreement" (call order).
+            "broadcast" (unshard), "reduce" or "all_to_all" (gradients, by backend), "all_gather"
+            and "reduce_scatter" (both, of blocks that travel whole), "publish" (new weights to
+            other replicas), "all_reduce" (norms), "agreement" (call order).
         bytes: payload handed to each kind, in bytes.
     """
 

@@ -17,6 +17,7 @@ from dmuon.boundaries import Boundary
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
 from dmuon.owner_map import OwnerMap
+from dmuon.packing import Packing, check_packing
 from dmuon.parameter import DedicatedParam
 from dmuon.partition import Matrix, Plan, make_plan
 from dmuon.selection import Predicate, Splits, is_hidden_matrix, select
@@ -32,6 +33,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     mp_policy: MixedPrecisionPolicy | None = None,
     hook_boundary_predicate: Boundary | None = None,
     splits: Splits | None = None,
+    packing: Packing = "auto",
     timeout: timedelta | None = None,
 ) -> Plan:
     """Give each parameter chosen by ``predicate`` one owner rank. Collective over ``mesh``.
@@ -54,6 +56,11 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
             matrices whole together. By default the modules given to ``fully_shard``.
         splits: ``(name, parameter) -> dmuon.Split or None``: which parameters are several
             projections side by side, each to be updated on its own; asked about all of them.
+        packing: what travels together along ``shard``: "owner", the matrices that one rank owns in
+            a block, broadcast and reduced rank after rank; "block", all of a block in one
+            all-gather and one reduce-scatter, every rank's part padded to the largest, unless its
+            matrices differ in dtype; "auto", for each block what a model of the network says is
+            clearly faster (`dmuon.packing`): with gloo always "owner".
         timeout: of every collective of ours; by default that of the mesh's process group.
 
     Returns:
@@ -64,6 +71,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
             when ranks disagree about the model.
     """
     _check_arguments(model, predicate, mp_policy, hook_boundary_predicate, splits)
+    check_packing(packing)
     meshes.check_mesh(mesh, replicate_mesh)
     owner_map = meshes.make_owner_map(mesh, replicate_mesh, timeout or meshes.default_timeout(mesh))
     dedication = Dedication(
@@ -75,6 +83,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward=bool(reshard_after_forward),
         hook_boundary=hook_boundary_predicate,
+        packing=packing,
     )
     problem: Exception | None = None
     try:

@@ -14,15 +14,17 @@ from dmuon import torch_internals, wrapping
 from dmuon.block import Block
 from dmuon.boundaries import Boundaries, Boundary, blocks_of
 from dmuon.call_order import Call, CallOrder
+from dmuon.carriers import choose_carrier
 from dmuon.counters import Counters
 from dmuon.engine import Conduct, Engine
 from dmuon.errors import OwnershipError, SetupError
 from dmuon.ledger import GradientLedger
 from dmuon.owner_map import OwnerMap
+from dmuon.packing import Packing
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
 from dmuon.partition import Plan
-from dmuon.reduction import choose_reduction
+from dmuon.reduction import StartReduction, choose_reduction
 from dmuon.replicas import send_first_row
 
 _ATTRIBUTE = "_dmuon_dedication"
@@ -41,6 +43,7 @@ class Dedication:
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool
     hook_boundary: Boundary | None
+    packing: Packing
     unfilled: set[str] = field(default_factory=set)
     wait_for_readers: Callable[[], None] | None = None
     _engine: Engine | None = None
@@ -224,16 +227,15 @@ class Dedication:
         for param in self.params:
             for module, _ in param.sites:
                 wrapping.reveal(module)
-        blocks = self._make_blocks()
+        start = choose_reduction(self.owner_map.everyone)
+        blocks = self._make_blocks(start)
         num_legs = max(len(p.route.reduce) for block in blocks for p in block.parcels)
         if self.owner_map.num_replicas > 1:
             num_legs = 2
-        start = choose_reduction(self.owner_map.everyone)
         counters = Counters()
         order = CallOrder(self.owner_map.control, counters)
         ledger = GradientLedger(self.owner_map.num_owners, num_legs, start, order, counters)
         conduct = Conduct(
-            start,
             self.mp_policy.reduce_dtype,
             self.reshard_after_forward,
             can_recover=lambda: not self._has_fsdp(),
@@ -249,15 +251,15 @@ class Dedication:
         wrapping.follow_gradient_sync(self.model, engine)
         return engine
 
-    def _make_blocks(self) -> list[Block]:
+    def _make_blocks(self, start: StartReduction) -> list[Block]:
         by_block: dict[str, list[DedicatedParam]] = {}
         for param, block in zip(self.params, self.blocks_of_params(), strict=True):
             by_block.setdefault(block, []).append(param)
         order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
         names = sorted(by_block, key=order.__getitem__)
-        return [self._make_block(name, by_block[name]) for name in names]
+        return [self._make_block(name, by_block[name], start) for name in names]
 
-    def _make_block(self, name: str, params: list[DedicatedParam]) -> Block:
+    def _make_block(self, name: str, params: list[DedicatedParam], start: StartReduction) -> Block:
         by_owner: dict[tuple[int, torch.dtype], list[DedicatedParam]] = {}
         for param in params:
             dtype = self.mp_policy.param_dtype or param.dtype
@@ -267,7 +269,8 @@ class Dedication:
             parcel = Parcel(owner, group, self.owner_map.route(owner), dtype, self.device)
             parcel.adopt([self._value(param) for param in group])
             parcels.append(parcel)
-        return Block(name, self.model.get_submodule(name), parcels)
+        carrier = choose_carrier(parcels, self.packing, self.mp_policy.reduce_dtype, start)
+        return Block(name, self.model.get_submodule(name), parcels, carrier)
 
     def _value(self, param: DedicatedParam) -> torch.Tensor:
         if param.param.is_meta:

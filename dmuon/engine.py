@@ -21,7 +21,6 @@ from dmuon.counters import Counters
 from dmuon.errors import OwnershipError
 from dmuon.ledger import GradientLedger
 from dmuon.parameter import DedicatedParam
-from dmuon.reduction import StartReduction
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,11 @@ class Conduct:
     """What the user decided once, at ``dedicate_params``.
 
     Attributes:
-        start_reduction: how gradients travel.
-        reduce_dtype: in which dtype; None: that of the weights on the wire.
+        reduce_dtype: in which gradients travel; None: that of the weights on the wire.
         reshard_after_forward: free weights between forward and backward, but for the last block.
         can_recover: whether training may go on after a backward that raised.
     """
 
-    start_reduction: StartReduction
     reduce_dtype: torch.dtype | None
     reshard_after_forward: bool
     can_recover: Callable[[], bool]
@@ -195,7 +192,7 @@ class Engine:
         block = self.blocks[index]
         with self.order.explained(f"sending for the weights of {block.shown}"):
             if block.start_unshard(self.weights_version, self.counters):
-                self.order.note_collective(b"unshard", index)
+                self.order.note_collective(b"unshard by " + block.carrier.packing.encode(), index)
 
     # Gradients ----------------------------------------------------------------------------
 
@@ -277,10 +274,10 @@ class Engine:
         index = self._next_to_reduce
         block = self.blocks[index]
         self._next_to_reduce -= 1
-        self.order.note_collective(b"reduce", index)
+        self.order.note_collective(b"reduce by " + block.carrier.packing.encode(), index)
         with self.order.explained(f"sending the gradients of {block.shown}"):
             reduction, had_gradient = block.start_reduction(
-                self._conduct.start_reduction, self._conduct.reduce_dtype, self.counters
+                self._conduct.reduce_dtype, self.counters
             )
         self.ledger.add(reduction, had_gradient, block.name or "the model")
 

@@ -81,9 +81,9 @@ def describe(model: nn.Module) -> str:
     """Who owns what, and why AdamW takes the rest, as text. Local: no collective.
 
     A table of the dedicated parameters (owner, shape, Newton-Schulz work and bytes, and what they
-    hold where that is more than one matrix), the totals of every owner, and the names of all other
-    parameters below the reason why they are not dedicated. Frozen parameters are listed last: they
-    are not updated while they are frozen.
+    hold where that is more than one matrix), the totals of every owner, after the first use of the
+    model how its blocks travel, and the names of all other parameters below the reason why they are
+    not dedicated. Frozen parameters are listed last: they are not updated while they are frozen.
     """
     dedication = dedications.of(model)
     owned = {param.param for param in dedication.params}
@@ -97,7 +97,7 @@ def describe(model: nn.Module) -> str:
             left.setdefault(_why_left(name, param, embedded), []).append(name)
         elif param not in owned:
             left.setdefault(f"tied to {first}", []).append(name)
-    lines = [str(dedication.plan), *_aliases(dedication)]
+    lines = [str(dedication.plan), *_aliases(dedication), *_packing(dedication)]
     lines += ["left to FSDP2 and AdamW:" if left else "nothing is left to FSDP2 and AdamW"]
     lines += [f"  {reason}: {', '.join(names)}" for reason, names in left.items()]
     frozen = [name for param, name in first_names.items() if not param.requires_grad]
@@ -108,6 +108,14 @@ def _aliases(dedication: Dedication) -> list[str]:
     return [
         f"{alias} is tied to {param.name}" for param in dedication.params for alias in param.aliases
     ]
+
+
+def _packing(dedication: Dedication) -> list[str]:
+    if not dedication.has_started:
+        return []
+    blocks = dedication.engine.blocks
+    num_whole = sum(block.carrier.packing == "block" for block in blocks)
+    return [f"{num_whole} of {len(blocks)} blocks travel whole (packing={dedication.packing!r})"]
 
 
 def _why_left(name: str, param: nn.Parameter, embedded: set[torch.Tensor]) -> str:

@@ -53,6 +53,11 @@ class Parcel:
         begin, end = self._spans[param]
         return flat[begin:end].view(param.shape)
 
+    @property
+    def numel_with_flags(self) -> int:
+        """Elements of its gradients and of the flags that travel with them, one a parameter."""
+        return self.numel + len(self.params)
+
     def adopt(self, values: Sequence[torch.Tensor]) -> None:
         """Take ``values`` as the weights this rank keeps; a rank that keeps none drops them.
 
@@ -71,15 +76,19 @@ class Parcel:
     def hide(self) -> None:
         """Show NaN where this rank keeps no values; sources show their own copy."""
         if self.route.is_source:
-            self._show(self._source_wire())
+            self._show(self.source_wire())
         else:
             for param in self.params:
                 param.hide(self.dtype, self.device)
 
+    def arrive_in(self, wire: torch.Tensor) -> None:
+        """Show, from the next unshard on, what somebody else receives in ``wire``."""
+        self._wire = wire
+
     def start_unshard(self, counters: Counters) -> None:
         """Begin to make the weights whole here. Collective over the row; asynchronous."""
         leg = self.route.unshard
-        wire = self._source_wire() if leg.is_root else self._arrival_wire()
+        wire = self.source_wire() if leg.is_root else self._arrival_wire()
         if leg.size > 1:
             counters.count("broadcast", wire.nbytes)
             self._arriving = dist.broadcast(
@@ -91,15 +100,12 @@ class Parcel:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        wire = self._source_wire() if self.route.unshard.is_root else self._wire
-        assert wire is not None
-        self._show(wire)
+        self._show(self.source_wire() if self.route.unshard.is_root else self._arrived_wire())
 
     def reshard(self) -> None:
         """Free what belongs to others; autograd's views of it are filled again by an unshard."""
         if not self.route.unshard.is_root:
-            assert self._wire is not None
-            self._wire.untyped_storage().resize_(0)
+            self._arrived_wire().untyped_storage().resize_(0)
         self.hide()
 
     def update_wire(self) -> None:
@@ -111,7 +117,7 @@ class Parcel:
         """Send the owner's weights to the other sources. Collective over each publish leg."""
         for leg in self.route.publish:
             if leg.size > 1:
-                wire = self._source_wire()
+                wire = self.source_wire()
                 counters.count("publish", wire.nbytes)
                 work = dist.broadcast(wire, group=leg.group, group_src=leg.root, async_op=True)
                 self._publishing.append(work)
@@ -143,21 +149,26 @@ class Parcel:
                 dist.broadcast(flat, group=leg.group, group_src=leg.root)
         return flat
 
+    def source_wire(self) -> torch.Tensor:
+        """The copy that a source keeps, flat."""
+        wire = self.master if self._wire is None else self._wire
+        assert wire is not None
+        return wire
+
     def _filled(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         flat = torch.empty(self.numel, dtype=MASTER_DTYPE, device=self.device)
         for view, value in zip(self.views(flat), values, strict=True):
             view.copy_(value)
         return flat
 
-    def _source_wire(self) -> torch.Tensor:
-        wire = self.master if self._wire is None else self._wire
-        assert wire is not None
-        return wire
-
     def _arrival_wire(self) -> torch.Tensor:
         if self._wire is None:
             self._wire = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         self._wire.untyped_storage().resize_(self.numel * self._wire.itemsize)
+        return self._wire
+
+    def _arrived_wire(self) -> torch.Tensor:
+        assert self._wire is not None
         return self._wire
 
     def _show(self, wire: torch.Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Bringing the gradients of one block to their owners; which collective is a choice by backend.
+"""Bringing the gradients of one block to their owners; which collective is a choice.
+
+Parcel by parcel the backend decides; a block as a whole is scattered (`dmuon.packing`).
 
 What travels for one parcel is its gradients back to back, then one flag a parameter: 1 where this
 rank has a gradient, 0 where it sends zeros. So owners learn, without another collective, that a
@@ -11,7 +13,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from dmuon import torch_internals
 from dmuon.counters import Counters
+from dmuon.packing import Slots
+from dmuon.parameter import DedicatedParam
 from dmuon.parcel import Parcel
 
 Reduced = list[tuple[Parcel, torch.Tensor]]  # on the owner: flat sums, with flags at the end
@@ -109,25 +114,71 @@ class ExchangedReduction:
         return self._work is None or self._work.is_completed()
 
 
+class ScatteredReduction:
+    """One ``reduce_scatter`` of a whole block, along the row alone."""
+
+    def __init__(
+        self, parcels: Sequence[Parcel], slots: Slots, packed: torch.Tensor, counters: Counters
+    ) -> None:
+        leg = parcels[0].route.reduce[0]
+        begin_of_mine = leg.group.rank() * slots.length
+        self._mine = [
+            (parcel, begin - begin_of_mine, end - begin_of_mine)
+            for parcel, (begin, end) in zip(parcels, slots.spans, strict=True)
+            if parcel.route.reduce[0].is_root
+        ]
+        self._slots = slots
+        self._total = packed.new_empty(slots.length)
+        counters.count("reduce_scatter", packed.nbytes)
+        self._packed = packed  # kept until it is over
+        self._work = torch_internals.reduce_scatter(
+            self._total, packed, group=leg.group, async_op=True
+        )
+
+    def finish(self) -> Reduced:
+        """Wait; sums that are views would keep all of the slot, so smaller ones are copies."""
+        self._work.wait()
+        total = self._total
+        del self._packed, self._total
+        flats = [(parcel, total[begin:end]) for parcel, begin, end in self._mine]
+        if all(self._slots.fills_its_slot(flat.numel()) for _, flat in flats):
+            return flats
+        return [(parcel, flat.clone()) for parcel, flat in flats]
+
+    def is_done(self) -> bool:
+        """Whether ``finish`` would not wait."""
+        return self._work.is_completed()
+
+
 def choose_reduction(group: dist.ProcessGroup) -> StartReduction:
     """The reduction that suits the backend of ``group``."""
     return ExchangedReduction if dist.get_backend(group) == "gloo" else RootedReduction
 
 
-def pack(parcel: Parcel, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-    """Gradients back to back, zeros for what is missing, then one flag a parameter."""
-    extra = len(parcel.params)
-    flat = torch.empty(parcel.numel + extra, dtype=dtype, device=parcel.device)
-    flags = flat[parcel.numel :]
-    flags.fill_(1.0)
-    present: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index, (view, grad) in enumerate(zip(parcel.views(flat), grads, strict=True)):
-        if grad is None:
-            view.zero_()
-            flags[index] = 0.0
-        else:
-            present.append((view, grad))
-    if present:
-        views, theirs = zip(*present, strict=True)
-        torch._foreach_copy_(views, theirs)  # one launch
-    return flat
+def pack(parcels: Reduced) -> list[DedicatedParam]:
+    """Take the local gradients into flat buffers, zeros for what is missing, each parcel's flags.
+
+    Args:
+        parcels: each with its buffer, ``numel_with_flags`` long.
+
+    Returns:
+        The parameters that have a gradient on this rank.
+    """
+    present: list[DedicatedParam] = []
+    views: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    for parcel, flat in parcels:
+        flags = flat[parcel.numel :]
+        flags.fill_(1.0)
+        for index, (param, view) in enumerate(zip(parcel.params, parcel.views(flat), strict=True)):
+            grad = param.take_gradient()
+            if grad is None:
+                view.zero_()
+                flags[index] = 0.0
+            else:
+                present.append(param)
+                views.append(view)
+                grads.append(grad)
+    if views:
+        torch._foreach_copy_(views, grads)  # one launch
+    return present

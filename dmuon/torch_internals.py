@@ -14,6 +14,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13
+all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries the collectives of ``group`` on ``device``: "nccl", "gloo", ..."""
+    return str(group._get_backend(device).name())
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 import dmuon
+from dmuon.packing import Packing
 
 POLAR_EXPRESS = list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5])
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -148,10 +149,16 @@ class OnRanks(Trainee):
         frozen: Sequence[str] = (),
         seed: int = 0,
         policy: MixedPrecisionPolicy | None = None,
+        packing: Packing = "auto",
     ) -> None:
         model = build_optional(seed, frozen)
         dmuon.dedicate_params(
-            model, mesh, predicate=is_proj, reshard_after_forward=reshard, mp_policy=policy
+            model,
+            mesh,
+            predicate=is_proj,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            packing=packing,
         )
         shared = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
         for layer in model.layers:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon.packing import Packing
 
 
 def make_mesh(*shape: int) -> DeviceMesh:
@@ -15,16 +16,22 @@ def make_mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def wrap(model: nn.Module, mesh: DeviceMesh, reshard: bool = True) -> nn.Module:
-    dmuon.dedicate_params(model, mesh, predicate=is_proj, reshard_after_forward=reshard)
+def wrap(
+    model: nn.Module, mesh: DeviceMesh, reshard: bool = True, packing: Packing = "auto"
+) -> nn.Module:
+    dmuon.dedicate_params(
+        model, mesh, predicate=is_proj, reshard_after_forward=reshard, packing=packing
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def prepare(mesh: DeviceMesh, reshard: bool = True, seed: int = 0) -> nn.Module:
-    return wrap(build(seed), mesh, reshard)
+def prepare(
+    mesh: DeviceMesh, reshard: bool = True, seed: int = 0, packing: Packing = "auto"
+) -> nn.Module:
+    return wrap(build(seed), mesh, reshard, packing)
 
 
 def backward(model: nn.Module, step: int) -> torch.Tensor:

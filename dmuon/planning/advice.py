@@ -23,10 +23,10 @@ def limit_of(forecast: "Forecast") -> str | None:
     if time.exposed <= max(time.compute, time.newton_schulz):
         return "compute" if time.compute >= time.newton_schulz else "Newton-Schulz"
     slowest = max(forecast.traffic, key=lambda each: each.seconds)
+    if slowest.latency > slowest.seconds / 2:
+        return f"the latency of {slowest.calls:,} collectives ({slowest.purpose})"
     intra = slowest.intra / (cluster.intra or cluster.rates.intra)
     inter = slowest.inter / cluster.inter
-    if slowest.seconds > 2 * max(intra, inter):
-        return f"the latency of {slowest.calls:,} collectives ({slowest.purpose})"
     link = "between machines" if inter > intra else "within machines"
     return f"the network {link} ({slowest.purpose})"
 

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.errors import SetupError
+from dmuon.packing import Packing
 
 Transport = Literal["reduce", "all_to_all"]
 
@@ -37,7 +38,8 @@ class Conduct:
         reduce_itemsize: bytes of an element of a gradient that travels.
         reshard_after_forward: of the blocks.
         reshard_root: whether the root is freed after its forward too.
-        transport: of the gradients of dedicated parameters.
+        transport: of the gradients of parcels that travel by themselves.
+        packing: of blocks, as asked for.
         num_micro_batches: of a step; only the last one sends gradients.
     """
 
@@ -47,7 +49,13 @@ class Conduct:
     reshard_after_forward: bool
     reshard_root: bool
     transport: Transport
+    packing: Packing
     num_micro_batches: int
+
+    @property
+    def backend(self) -> str:
+        """Of the process groups."""
+        return "nccl" if self.transport == "reduce" else "gloo"
 
     def num_unshards_of_matrices(self, is_last: bool) -> int:
         """How often in a step those of a block are made whole.

@@ -9,12 +9,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.boundaries import Boundary
+from dmuon.packing import Packing, check_packing
 from dmuon.partition import Plan, make_plan
 from dmuon.planning.advice import advice_of, limit_of
 from dmuon.planning.cluster import Cluster
 from dmuon.planning.conduct import Conduct, MeshShape, Transport, itemsizes, read_mesh
 from dmuon.planning.memory import Memory, memories
 from dmuon.planning.shape import ModelShape, read_shape
+from dmuon.planning.slots import slots_of
 from dmuon.planning.step_time import StepTime, Work, newton_schulz_per_owner, step_time
 from dmuon.planning.traffic import Traffic, traffic_of
 from dmuon.planning.workload import Workload
@@ -100,6 +102,16 @@ class Forecast:
         return total / (total + self.flops * self.mesh.size)
 
     @property
+    def num_whole_blocks(self) -> int:
+        """How many blocks travel as a whole, and not owner by owner; see `dmuon.packing`."""
+        owners = iter(self.owners.owners)
+        found = (
+            slots_of(block, [next(owners) for _ in block.matrices], self.conduct)
+            for block in self.shape.blocks
+        )
+        return sum(1 for slots in found if slots is not None)
+
+    @property
     def overhead(self) -> float | None:
         """The time of a step over that of AdamW, less one; None without a cluster."""
         if self.time is None or self.adamw_time is None:
@@ -166,6 +178,8 @@ class Forecast:
             "imbalance": self.imbalance,
             "flops_per_rank": self.flops,
             "newton_schulz_share": self.newton_schulz_share,
+            "packing": self.conduct.packing,
+            "whole_blocks": self.num_whole_blocks,
             **traffic,
             **memory,
             **time,
@@ -191,6 +205,7 @@ def plan(  # noqa: PLR0913 - the public signature
     hook_boundary_predicate: Boundary | None = None,
     splits: Splits | None = None,
     transport: Transport = "reduce",
+    packing: Packing = "auto",
 ) -> Forecast:
     """Work out what a step will cost: owners, bytes by collective, memory, and time. Local.
 
@@ -212,11 +227,13 @@ def plan(  # noqa: PLR0913 - the public signature
             members of module lists.
         splits: as of ``dedicate_params``.
         transport: of gradients: "reduce" as with NCCL, or "all_to_all" as with gloo.
+        packing: as of ``dedicate_params``.
 
     Raises:
         SetupError: for arguments that ``dedicate_params`` would refuse, and parameters of several
             dtypes.
     """
+    check_packing(packing)
     shape = read_shape(model, predicate, splits, hook_boundary_predicate)
     mesh_shape = read_mesh(mesh)
     weight, grad = itemsizes(shape.itemsize, mp_policy)
@@ -227,6 +244,7 @@ def plan(  # noqa: PLR0913 - the public signature
         reshard_after_forward=reshard_after_forward,
         reshard_root=reshard_root,
         transport=transport,
+        packing=packing,
         num_micro_batches=workload.num_micro_batches,
     )
     owners = make_plan(shape.matrices, mesh_shape.size)

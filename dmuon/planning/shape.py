@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import nn
@@ -57,10 +57,15 @@ class BlockShape:
     matrices: tuple[Matrix, ...]
     symmetric: tuple[SymmetricParam, ...]
 
-    @property
+    @cached_property
     def dedicated_numel(self) -> int:
         """Elements of its matrices."""
         return sum(matrix.numel for matrix in self.matrices)
+
+    @cached_property
+    def longest_matrix(self) -> int:
+        """Elements of the largest of them."""
+        return max((matrix.numel for matrix in self.matrices), default=0)
 
     def padded(self, num_shards: int) -> int:
         """Elements of its symmetric parameters on all shards, with their padding."""

@@ -3,13 +3,15 @@
 Costs are those of rings and pairwise exchanges (Thakur, Rabenseifner, Gropp 2005, "Optimization of
 Collective Communication Operations in MPICH"). A collective over ``n`` ranks of a payload ``P``
 makes each rank send ``P (n - 1) / n`` on average, an all-reduce twice that, and begins with
-``log2(n)`` messages. Of a ring one hop in ``ranks_per_node`` leaves the machine, of an exchange
-all that is meant for other machines.
+``log2(n)`` messages. One with a root lasts as long as ``P`` takes on one link, for it is a pipeline
+through all ranks, and the next waits for it. Of a ring one hop in ``ranks_per_node`` leaves the
+machine, of an exchange all that is meant for other machines.
 
 What CallOrder compares and the norm of gradients, under a kilobyte, are left out.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,6 +19,9 @@ from dmuon.partition import Plan
 from dmuon.planning.cluster import Cluster, Line, column_of, row_of
 from dmuon.planning.conduct import Conduct
 from dmuon.planning.shape import ModelShape
+from dmuon.planning.slots import slots_of
+
+_ROOTED = ("broadcast", "reduce", "publish")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Traffic:
         intra: bytes that a rank sends within its machine, on average; 0 without a cluster.
         inter: bytes that it sends to other machines; without a cluster, all.
         seconds: that they take; 0 without a cluster.
+        latency: the part of these that messages take to begin with.
     """
 
     purpose: str
@@ -43,6 +49,7 @@ class Traffic:
     intra: float = 0.0
     inter: float = 0.0
     seconds: float = 0.0
+    latency: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -77,32 +84,38 @@ def _dedicated(shape: ModelShape, plan: Plan, conduct: Conduct, column: int) -> 
     """With each gradient travels a flag that says whether there is one."""
     S, rooted = conduct.mesh.num_shards, conduct.transport == "reduce"
     weight, grad = conduct.weight_itemsize, conduct.reduce_itemsize
-    all_parcels = all_blocks = my_parcels = my_blocks = mine = num_mine = 0
-    broadcasts = broadcast = 0
+    calls, numel = Counter[str](), Counter[str]()
+    my_parcels = my_blocks = 0
     last = shape.last_with_matrices
     owners = iter(plan.owners)
     for index, block in enumerate(shape.blocks):
-        owned = {next(owners) for _ in block.matrices}
+        owners_of_block = [next(owners) for _ in block.matrices]
         times = conduct.num_unshards_of_matrices(is_last=index == last)
-        broadcasts += times * len(owned)
-        broadcast += times * block.dedicated_numel
-        sourced = {owner for owner in owned if owner % S == column}
-        all_parcels += len(owned)
-        all_blocks += bool(owned)
-        my_parcels += len(sourced)
-        my_blocks += bool(sourced)
-    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
-        if owner % S == column:
-            mine += matrix.numel
-            num_mine += 1
-    numel = sum(m.numel for m in plan.matrices)
-    yield Traffic("unshard", "broadcast", "shard", broadcasts, weight * broadcast)
-    kind = conduct.transport
-    calls = (all_parcels, my_parcels) if rooted else (all_blocks, my_blocks)
-    payload = grad * (numel + len(plan.matrices))
-    yield Traffic("gradients", kind, "shard", calls[0], payload)
-    yield Traffic("gradients", kind, "replicate", calls[1], grad * (mine + num_mine))
-    yield Traffic("publish", "publish", "replicate", my_parcels, weight * mine)
+        parcels = set(owners_of_block)
+        slots = slots_of(block, owners_of_block, conduct)
+        if slots is not None:
+            calls.update(all_gather=times, reduce_scatter=1)
+            numel["all_gather"] += times * slots.weights.numel
+            numel["reduce_scatter"] += slots.gradients.numel
+        else:
+            calls["broadcast"] += times * len(parcels)
+            calls[conduct.transport] += len(parcels) if rooted else bool(parcels)
+            numel["broadcast"] += times * block.dedicated_numel
+            numel[conduct.transport] += block.dedicated_numel + len(block.matrices)
+        num_sourced = sum(1 for owner in parcels if owner % S == column)
+        my_parcels += num_sourced
+        my_blocks += bool(num_sourced)
+    mine = [
+        m.numel for m, owner in zip(plan.matrices, plan.owners, strict=True) if owner % S == column
+    ]
+    for kind in ("broadcast", "all_gather"):
+        yield Traffic("unshard", kind, "shard", calls[kind], weight * numel[kind])
+    for kind in (conduct.transport, "reduce_scatter"):
+        yield Traffic("gradients", kind, "shard", calls[kind], grad * numel[kind])
+    along_column = my_parcels if rooted else my_blocks
+    payload = grad * (sum(mine) + len(mine))
+    yield Traffic("gradients", conduct.transport, "replicate", along_column, payload)
+    yield Traffic("publish", "publish", "replicate", my_parcels, weight * sum(mine))
 
 
 def _symmetric(shape: ModelShape, conduct: Conduct) -> Iterator[Traffic]:
@@ -126,8 +139,11 @@ def _on_links(traffic: Traffic, line: Line, cluster: Cluster | None) -> Traffic:
         inter = sent * (line.size - line.ranks_per_node) / (line.size - 1)
     elif line.num_nodes > 1:
         inter = sent / line.ranks_per_node
-    seconds = 0.0
+    seconds = latency = 0.0
     if cluster is not None and cluster.intra is not None:
         on_wire = max((sent - inter) / cluster.intra, inter / cluster.inter)
-        seconds = on_wire + traffic.calls * cluster.latency * math.log2(line.size)
-    return replace(traffic, intra=sent - inter, inter=inter, seconds=seconds)
+        if traffic.kind in _ROOTED:
+            on_wire *= line.size / (line.size - 1)
+        latency = traffic.calls * cluster.latency * math.log2(line.size)
+        seconds = on_wire + latency
+    return replace(traffic, intra=sent - inter, inter=inter, seconds=seconds, latency=latency)

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dmuon.ledger import MOST_UNDER_WAY
+from dmuon.packing import Slots
 from dmuon.partition import Plan
 from dmuon.planning.conduct import Conduct
 from dmuon.planning.shape import BlockShape, ModelShape
+from dmuon.planning.slots import slots_of
 
 FLOAT32 = 4
 
@@ -23,7 +25,8 @@ class _Held:
     """Bytes of one block on a rank.
 
     Attributes:
-        arrived: weights of its matrices that others keep.
+        arrived: weights of its matrices that others keep; all of them, with the padding, where it
+            travels whole.
         gathered: weights of its symmetric parameters, on all shards.
         computed: gradients of these from autograd; ``computed_early`` of all but embeddings.
         scattering: the same on their way, padded.
@@ -69,27 +72,31 @@ def _held(
     S, R, is_exchange = mesh.num_shards, mesh.num_replicas, conduct.transport == "all_to_all"
     mine = [numel for owner, numel in owned if owner % S == rank % S]
     final = [numel for owner, numel in owned if owner == rank]
+    slots = slots_of(block, [owner for owner, _ in owned], conduct)
     # a flag travels with each gradient
     flats = grad * (block.dedicated_numel + len(owned))
     my_flats, final_flats = (grad * (sum(some) + len(some)) for some in (mine, final))
     # reduced in place, in float32 what the owner packs becomes its gradient
     stays = rank if not is_exchange and grad == FLOAT32 else None
     pending = flats - (0 if stays is None else final_flats)
-    sending, packed = _packing(owned, conduct, stays)
-    if is_exchange and S > 1:
+    sending = _packing(owned, conduct, stays)
+    if slots is not None:
+        pending, sending = _scattering(slots.gradients, block, conduct, sum(final) + len(final))
+    elif is_exchange and S > 1:
         exchanged = flats + S * my_flats  # what is sent, and what arrives
-        pending, sending = exchanged + my_flats, max(sending, exchanged + packed)
+        pending, sending = exchanged + my_flats, max(sending, exchanged + flats)
     summed, exchanging, settling = 0, 0, my_flats - (0 if stays is None else final_flats)
     if is_exchange and R > 1:
-        summed = my_flats if S > 1 else 0
+        summed = my_flats if S > 1 and slots is None else 0
         exchanging = 2 * my_flats + R * final_flats
-        settling = exchanging - (0 if final else my_flats)
+        settling = exchanging - my_flats + (final_flats if slots or not final else my_flats)
     numels = [(param.padded(1), param.is_looked_up) for param in block.symmetric]
     symmetric = sum(numel for numel, _ in numels)
     numel = block.dedicated_numel + symmetric
     padded = block.padded(S)
+    foreign = block.dedicated_numel - sum(mine)
     return _Held(
-        arrived=weight * (block.dedicated_numel - sum(mine)),
+        arrived=weight * (foreign if slots is None else slots.weights.numel),
         gathered=weight * padded,
         computed=weight * symmetric,
         computed_early=weight * sum(n for n, is_looked_up in numels if not is_looked_up),
@@ -103,18 +110,36 @@ def _held(
     )
 
 
-def _packing(
-    owned: Sequence[tuple[int, int]], conduct: Conduct, stays: int | None
+def _scattering(
+    slots: Slots, block: BlockShape, conduct: Conduct, num_final: int
 ) -> tuple[int, int]:
-    """Gradients from autograd and packed ones while parcel after parcel is packed.
+    """Packed gradients of a block that travels whole.
+
+    Args:
+        slots: of them.
+        block: which.
+        conduct: of the training.
+        num_final: elements of what the rank owns, and their flags.
+
+    Returns:
+        Bytes until the reduction is asked for, and the most while it begins.
+    """
+    grad, is_rooted = conduct.reduce_itemsize, conduct.transport == "reduce"
+    packed, slot = grad * slots.numel, grad * slots.length
+    # what is added up in float32 becomes the gradient, unless it is copied out of the slot
+    stays = grad == FLOAT32 and (is_rooted or conduct.mesh.num_replicas == 1)
+    stays = stays and num_final > 0 and slots.fills_its_slot(num_final)
+    begun = packed + conduct.weight_itemsize * block.dedicated_numel
+    return packed + (0 if stays else slot), max(begun, packed + slot)
+
+
+def _packing(owned: Sequence[tuple[int, int]], conduct: Conduct, stays: int | None) -> int:
+    """The most bytes of gradients from autograd and packed ones while parcels are packed in turn.
 
     Args:
         owned: owner and elements of each matrix of the block.
         conduct: of the training.
         stays: the owner whose packed gradients are counted as gradients.
-
-    Returns:
-        The most bytes, and those at the end, when the gradients of the last parcel are still there.
     """
     parcels: dict[tuple[str, int], tuple[int, int]] = {}
     for owner, numel in owned:
@@ -125,7 +150,7 @@ def _packing(
         packed += 0 if owner == stays else conduct.reduce_itemsize * (numel + flags)
         moments.append(computed + packed)
         computed -= conduct.weight_itemsize * numel
-    return max(moments), moments[-1]
+    return max(moments)
 
 
 def _forward(

@@ -58,7 +58,16 @@ def _traffic(forecast: "dmuon.Forecast") -> str:
             rows.append([*row, *([f"{each.seconds * 1e3:,.2f} ms"] if is_timed else [])])
     if not rows:
         return "One worker communicates nothing."
-    return text_table([*header, "TAKES"] if is_timed else header[:4], rows)
+    table = text_table([*header, "TAKES"] if is_timed else header[:4], rows)
+    return f"{table}\n{_packing(forecast)}"
+
+
+def _packing(forecast: "dmuon.Forecast") -> str:
+    num_blocks = sum(1 for block in forecast.shape.blocks if block.matrices)
+    return (
+        f"{forecast.num_whole_blocks:,} of {num_blocks:,} blocks with hidden matrices travel whole "
+        "along shard (one all-gather, one reduce-scatter), the others owner by owner."
+    )
 
 
 def _memory(forecast: "dmuon.Forecast") -> str:

@@ -15,6 +15,7 @@ from trainees import BFLOAT16, Alone, OnRanks, Trainee, build_optional
 from wrapped import make_mesh
 
 import dmuon
+from dmuon.packing import Packing
 
 # AdamW moves by g / (|g| + eps): with eps of the size of gradients it feels their scale, and does
 # not turn the float32 noise of a gradient near 0 into a step of full length
@@ -188,9 +189,12 @@ def test_a_program_on_ranks_equals_the_same_alone(name: str, world_size: int) ->
     alone = Alone(world_size, **options)
     program(alone)
 
+    ways: list[tuple[tuple[int, ...], bool, Packing]]
+    ways = [(shape, reshard, "owner") for shape in meshes(world_size) for reshard in (True, False)]
+
     def body(rank: int) -> None:
-        for shape, reshard in itertools.product(meshes(world_size), (True, False)):
-            ours = OnRanks(make_mesh(*shape), reshard, **options)
+        for shape, reshard, packing in [*ways, (meshes(world_size)[0], True, "block")]:
+            ours = OnRanks(make_mesh(*shape), reshard, packing=packing, **options)
             program(ours)
             expect_same(ours, alone)
 

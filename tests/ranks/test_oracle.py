@@ -12,6 +12,7 @@ from torch import nn
 from wrapped import make_mesh, prepare, train
 
 import dmuon
+from dmuon.packing import Packing
 
 STEPS = 3
 CLASSIC = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024
@@ -39,7 +40,9 @@ def polar_express(steps: int) -> list[tuple[float, float, float]]:
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_every_mesh_equals_one_process_and_async_equals_sync(shape: tuple[int, ...]) -> None:
-    """Against float64; both reshard modes; asynchronous publishing changes no bit of anything."""
+    """Against float64; both reshard modes, by owner and by block; asynchronous publishing changes
+    no bit of anything.
+    """
     start = build().state_dict()
     alone = build().double()
     formula = FormulaMuon(
@@ -51,8 +54,10 @@ def test_every_mesh_equals_one_process_and_async_equals_sync(shape: tuple[int, .
     def body(rank: int) -> None:
         mesh = make_mesh(*shape)
 
-        def run(reshard: bool, replicate_async: bool) -> tuple[list[float], State, State]:
-            model = prepare(mesh, reshard)
+        def run(
+            reshard: bool, replicate_async: bool, packing: Packing
+        ) -> tuple[list[float], State, State]:
+            model = prepare(mesh, reshard, packing=packing)
             optimizer = dmuon.Muon(
                 model, weight_decay=0.1, ns_dtype=torch.float32, replicate_async=replicate_async
             )
@@ -60,12 +65,16 @@ def test_every_mesh_equals_one_process_and_async_equals_sync(shape: tuple[int, .
             state = dmuon.get_model_state_dict(model)
             return losses, state, dmuon.get_optimizer_state_dict(model, optimizer)
 
-        for reshard in (True, False):
-            losses, state, optimizer_state = run(reshard, replicate_async=True)
+        def check(reshard: bool, packing: Packing) -> list[Any]:
+            losses, state, optimizer_state = run(reshard, True, packing)
             torch.testing.assert_close(torch.tensor(losses), expected, rtol=2e-6, atol=0)
             assert_follows(state, answer, start)
-            synchronous = run(reshard, replicate_async=False)
-            assert_identical([losses, state, optimizer_state], list(synchronous))
+            return [losses, state, optimizer_state]
+
+        for reshard in (True, False):
+            check(reshard, "block")
+            by_owner = check(reshard, "owner")
+            assert_identical(by_owner, list(run(reshard, replicate_async=False, packing="owner")))
 
     run_ranks(math.prod(shape), body)
 

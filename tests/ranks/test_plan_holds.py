@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from wrapped import make_mesh
 
 import dmuon
-from dmuon import dedication
-from dmuon.reduction import ExchangedReduction, RootedReduction
+from dmuon import dedication, torch_internals
+from dmuon.packing import Packing
+from dmuon.reduction import ExchangedReduction, RootedReduction, ScatteredReduction
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Case:
     num_micro_batches: int = 1
     policy: MixedPrecisionPolicy | None = None
     reduction: type[ExchangedReduction | RootedReduction] = ExchangedReduction
+    packing: Packing = "auto"
+    is_whole: bool = False
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -40,8 +43,15 @@ CASES = {
     "4": Case((4,), num_micro_batches=2),
     "2x2": Case((2, 2)),
     "2x2, kept whole, bfloat16": Case((2, 2), reshard=False, policy=BF16),
-    "2, as on NCCL": Case((2,), policy=BF16, reduction=RootedReduction),
-    "2x2, as on NCCL": Case((2, 2), policy=BF16, reduction=RootedReduction),
+    "2, as on NCCL": Case((2,), policy=BF16, reduction=RootedReduction, packing="owner"),
+    "2x2, as on NCCL": Case((2, 2), policy=BF16, reduction=RootedReduction, packing="owner"),
+    "2, as NCCL chooses": Case((2,), policy=BF16, reduction=RootedReduction, is_whole=True),
+    "4, as NCCL chooses": Case((4,), policy=BF16, reduction=RootedReduction),
+    "2x2, by block on NCCL": Case(
+        (2, 2), reduction=RootedReduction, packing="block", is_whole=True
+    ),
+    "4, by block": Case((4,), num_micro_batches=2, packing="block", is_whole=True),
+    "2x2, by block": Case((2, 2), policy=BF16, packing="block", is_whole=True),
 }
 
 
@@ -49,9 +59,12 @@ CASES = {
 def test_bytes_and_memory_are_as_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr(dedication, "choose_reduction", lambda group: case.reduction)
+    if case.reduction is RootedReduction:
+        monkeypatch.setattr(torch_internals, "backend_of", lambda group, device: "nccl")
     # when ranks take turns at few cores, how long reductions last is chance
     monkeypatch.setattr(ExchangedReduction, "is_done", exchange_is_over)
     monkeypatch.setattr(RootedReduction, "is_done", reduction_is_over)
+    monkeypatch.setattr(ScatteredReduction, "is_done", exchange_is_over)
 
     def body(rank: int) -> None:
         torch.manual_seed(0)
@@ -65,6 +78,7 @@ def test_bytes_and_memory_are_as_planned(name: str, monkeypatch: pytest.MonkeyPa
             reshard_root=case.reshard,
             mp_policy=case.policy,
             transport="all_to_all" if case.reduction is ExchangedReduction else "reduce",
+            packing=case.packing,
         )
         memory = LiveMemory()
         with memory:
@@ -85,7 +99,7 @@ def prepare(model: Any, case: Case, memory: LiveMemory) -> dmuon.Muon:
     mesh = make_mesh(*case.shape)
     policy = case.policy or MixedPrecisionPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": case.reshard}
-    dmuon.dedicate_params(model, mesh, is_proj, **options)
+    dmuon.dedicate_params(model, mesh, is_proj, packing=case.packing, **options)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **options)
     for param in dmuon.get_dedicated_params(model).values():
@@ -123,12 +137,16 @@ def check_bytes(
     with Collectives() as seen:
         train(model, optimizer, case)
         dmuon.wait_all_replicate_broadcasts(model)
-    planned, calls, num_shards = Counter[str](), Counter[str](), forecast.mesh.num_shards
+    planned, ours, calls = Counter[str](), Counter[str](), Counter[str]()
+    num_shards = forecast.mesh.num_shards
     for traffic in forecast.traffic_of(dist.get_rank()):
         planned[traffic.kind] += traffic.payload
-        calls[traffic.kind] += traffic.calls
-    for kind in ("broadcast", "all_to_all", "reduce", "publish"):
-        assert (counters.bytes - before[0])[kind] == planned[kind], kind
+        if traffic.purpose in ("unshard", "gradients", "publish"):
+            ours[traffic.kind] += traffic.payload
+            calls[traffic.kind] += traffic.calls
+    assert case.is_whole == ("all_gather" in ours)
+    for kind in ("broadcast", "all_to_all", "reduce", "publish", "all_gather", "reduce_scatter"):
+        assert (counters.bytes - before[0])[kind] == ours[kind], kind
         assert (counters.collectives - before[1])[kind] == calls[kind], kind
     assert seen.bytes["broadcast"] == planned["broadcast"] + planned["publish"]
     assert seen.bytes["alltoall_base"] == planned["all_to_all"]
@@ -162,7 +180,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def exchange_is_over(self: ExchangedReduction) -> bool:
+def exchange_is_over(self: ExchangedReduction | ScatteredReduction) -> bool:
     if self._work is not None:
         self._work.wait()
     return True

@@ -22,6 +22,7 @@ def test_a_plan_is_printed_and_written(
     printed = capsys.readouterr().out
     assert "2 workers: mesh 1 x 2 (replicate x shard), each 1 x 8 sequences" in printed
     assert "TAKES" not in printed
+    assert "0 of 4 blocks with hidden matrices travel whole along shard" in printed
     data = json.loads(file.read_text(encoding="utf-8"))
     plan = owner_plan(load_job(TINY), 2)
     assert data["owners"] == {m.name: plan.owner_of(m.name) for m in plan.matrices}

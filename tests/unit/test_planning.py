@@ -1,6 +1,7 @@
 """The planner's arithmetic by hand, its agreement with ``dedicate_params``, and its advice."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_traffic_by_link_is_that_of_rings() -> None:
     assert unshard.payload == 2 * numel * 15 / 8  # twice but for the last layer, in 16 bits
     assert unshard.sent == unshard.payload * 7 / 8
     assert unshard.inter == unshard.sent / 4  # one hop in four
-    assert unshard.seconds == unshard.inter / 50e9
+    assert unshard.seconds == pytest.approx(unshard.payload / 4 / 50e9)  # one root after another
     publish = found["publish", "replicate"]
     assert publish.payload == 2 * numel // 8
     assert (publish.intra, publish.inter) == (0, publish.payload / 2)
@@ -58,6 +59,29 @@ def test_traffic_by_link_is_that_of_rings() -> None:
     assert sum(each.payload for each in forecast.adamw_traffic if each.axis == "shard") > (
         found["all-gather", "shard"].payload + numel
     )
+
+
+def test_blocks_that_travel_whole_are_planned_as_such() -> None:
+    """Two ranks, whose shares of a layer are equal: each sends its own at the same time."""
+    model, cluster = meta(8), Cluster("h100")
+
+    def plan(mesh: int | tuple[int, int], **options: Any) -> dmuon.Forecast:
+        return dmuon.plan(model, mesh, Workload(tokens=1), cluster=cluster, **options)
+
+    chosen, by_owner = plan(2, mp_policy=BF16), plan(2, mp_policy=BF16, packing="owner")
+    assert (chosen.num_whole_blocks, by_owner.num_whole_blocks) == (8, 0)
+    whole = {each.purpose: each for each in chosen.traffic}
+    apart = {each.purpose: each for each in by_owner.traffic}
+    assert (whole["unshard"].kind, whole["gradients"].kind) == ("all_gather", "reduce_scatter")
+    assert whole["unshard"].calls == 15 == apart["unshard"].calls / 2
+    assert whole["unshard"].payload == apart["unshard"].payload
+    for purpose in ("unshard", "gradients"):
+        assert whole[purpose].seconds == pytest.approx(apart[purpose].seconds / 2, rel=0.01)
+    assert plan(2, transport="all_to_all").num_whole_blocks == 0
+    assert plan((8, 1)).num_whole_blocks == 0
+    assert plan(8, packing="block").to_dict()["whole_blocks"] == 8
+    with pytest.raises(dmuon.SetupError, match="packing is one of auto, owner, block; got 'all'"):
+        plan(2, packing="all")
 
 
 def test_memory_at_rest_is_counted_by_hand() -> None:
