@@ -7,7 +7,6 @@ from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.listing import list_checkpoints
 from dmuon.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from dmuon.checkpoint.manifest import Manifest, read_manifest
-from dmuon.checkpoint.manifest import verify as verify_files
 from dmuon.checkpoint.saving import save_checkpoint
 from dmuon.checkpoint.torch_optim import (
     muon_settings_from_torch,
@@ -15,6 +14,7 @@ from dmuon.checkpoint.torch_optim import (
     optimizer_state_to_torch,
     read_optimizer_state,
 )
+from dmuon.checkpoint.verification import verify as verify_files
 from dmuon.counters import Counters
 from dmuon.dedicate import dedicate_params
 from dmuon.gradients import (

@@ -42,7 +42,7 @@ class Way(Protocol):
 
 
 class Owners:
-    """``dmuon.save_checkpoint``: SHA-256 while writing, and compared when loading."""
+    """``dmuon.save_checkpoint``: SHA-256 and a checksum while writing, which loading compares."""
 
     name = "dmuon"
     can_save_beside = True
@@ -76,7 +76,7 @@ class Owners:
 
 
 class OwnersUnhashed(Owners):
-    """The same, loaded without comparing hashes, as the others load."""
+    """The same, loaded without comparing contents, as the others load."""
 
     name = "dmuon, verify_hashes=False"
     verify_hashes = False

@@ -16,11 +16,12 @@ from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.gathering import Exchange, Scattered
 from dmuon.checkpoint.index_file import INDEX_FILE, index_json
-from dmuon.checkpoint.manifest import Manifest, verify, write_manifest
+from dmuon.checkpoint.manifest import Manifest, write_manifest
 from dmuon.checkpoint.meeting import Meeting
 from dmuon.checkpoint.snapshot import Snapshot
 from dmuon.checkpoint.tensor_file import write_tensors
 from dmuon.checkpoint.unfinished import Begun
+from dmuon.checkpoint.verification import verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -13,9 +13,9 @@ from dmuon.checkpoint.manifest import (
     Manifest,
     OptimizerFacts,
     read_manifest,
-    verify,
 )
 from dmuon.checkpoint.tensor_file import TensorReader
+from dmuon.checkpoint.verification import verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 

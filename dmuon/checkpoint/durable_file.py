@@ -10,6 +10,7 @@ from queue import Queue
 from typing import BinaryIO
 
 from dmuon.checkpoint.facts import FileFacts
+from dmuon.checkpoint.word_sums import WordSums
 
 MOST_WAITING = 8
 """Pieces that are written or read and not hashed yet; more would hold memory."""
@@ -44,17 +45,19 @@ class _Hasher:
 
 
 class HashedFile:
-    """A file being written, whose SHA-256 is known without reading it again."""
+    """A file being written, whose hash and checksum are known without reading it again."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hasher = _Hasher()
+        self._sums = WordSums()
         self._size = 0
         self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``, which must stay as it is; a memoryview must be one of bytes."""
         self._hasher.update(data)
+        self._sums.update(data)  # here, as SHA-256 keeps its thread busy
         self._file.write(data)
         self._size += len(data)
         if self._size - self._sent >= SENT_BYTES:
@@ -72,8 +75,8 @@ class HashedFile:
         self._sent = self._size
 
     def facts(self) -> FileFacts:
-        """Size and SHA-256 of everything, when all is written."""
-        return FileFacts(self._size, self._hasher.finish())
+        """Size, SHA-256 and checksum of everything, when all is written."""
+        return FileFacts(self._size, self._hasher.finish(), self._sums.finish())
 
 
 def sha256_of(path: Path) -> str:
@@ -86,6 +89,15 @@ def sha256_of(path: Path) -> str:
     finally:
         digest = hasher.finish()
     return digest
+
+
+def sums_of(path: Path) -> str:
+    """The checksum of a file, `WordSums`; its bytes come from memory once."""
+    sums = WordSums()
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(sums.room):
+            sums.took(count)
+    return sums.finish()
 
 
 @contextmanager

@@ -81,10 +81,12 @@ class FileFacts:
     Attributes:
         size: in bytes.
         sha256: of its content, in hexadecimal.
+        sums: the checksum `WordSums` of its content; None where it was not noted.
     """
 
     size: int
     sha256: str
+    sums: str | None = None
 
 
 def facts_of(tensor: Tensor) -> TensorFacts:

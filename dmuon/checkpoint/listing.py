@@ -9,8 +9,9 @@ from pathlib import Path
 
 from dmuon.checkpoint.assignment import section_of
 from dmuon.checkpoint.file_names import file_in, local_path
-from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
+from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from dmuon.checkpoint.unfinished import MARK_FILE
+from dmuon.checkpoint.verification import verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 _HEAD_BYTES = 400

@@ -3,13 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dmuon.checkpoint import fields
-from dmuon.checkpoint.durable_file import sha256_of, write_file
+from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import check_plain, file_in
 from dmuon.checkpoint.plain_json import decode, encode, parse
@@ -24,7 +24,6 @@ __all__ = [
     "OptimizerFacts",
     "TensorFacts",
     "read_manifest",
-    "verify",
     "write_manifest",
 ]
 
@@ -122,10 +121,7 @@ class Manifest:
             "created": self.created,
             "versions": dict(self.versions),
             "mesh": dict(self.mesh),
-            "files": {
-                name: {"size": facts.size, "sha256": facts.sha256}
-                for name, facts in self.files.items()
-            },
+            "files": {name: _encode_file(facts) for name, facts in self.files.items()},
             "tensors": {
                 file: {
                     name: {"dtype": facts.dtype, "shape": list(facts.shape)}
@@ -155,7 +151,7 @@ class Manifest:
         return cls(
             step=fields.count_at(content, "step"),
             files={
-                name: FileFacts(fields.count_at(facts, "size"), fields.sha256_at(facts, "sha256"))
+                name: _decode_file(facts)
                 for name, facts in fields.mappings_at(content, "files").items()
             },
             tensors={file: fields.tensors_at(tensors, file) for file in tensors},
@@ -172,6 +168,19 @@ class Manifest:
         """SHA-256 over the names and contents of the files: equal where the contents are."""
         facts = {name: file.sha256 for name, file in sorted(self.files.items())}
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _encode_file(facts: FileFacts) -> dict[str, Any]:
+    content = {"size": facts.size, "sha256": facts.sha256}
+    return content if facts.sums is None else content | {"sums": facts.sums}
+
+
+def _decode_file(content: Mapping[str, Any]) -> FileFacts:
+    return FileFacts(
+        size=fields.count_at(content, "size"),
+        sha256=fields.sha256_at(content, "sha256"),
+        sums=fields.sha256_at(content, "sums") if "sums" in content else None,
+    )
 
 
 def _encode_optimizer(optimizer: OptimizerFacts | None) -> Any:
@@ -279,44 +288,3 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(folder, f"its {MANIFEST_FILE} cannot be written: {error}") from error
     write_file(folder / MANIFEST_FILE, data)
-
-
-def verify(
-    folder: Path, manifest: Manifest, *, hashes: bool = True, only: Collection[str] | None = None
-) -> None:
-    """Compare the files of a checkpoint with its manifest.
-
-    Args:
-        folder: the checkpoint.
-        manifest: its manifest.
-        hashes: read every file and compare its SHA-256 too.
-        only: names of the files to look at; by default all. So ranks can share the work.
-
-    Raises:
-        DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
-    """
-    names = list(manifest.files if only is None else only)
-    for name in names:
-        if name not in manifest.files:
-            raise CheckpointError(folder, f"{name!r:.100} is not one of its files")
-    for name in names:
-        _check_size(folder, name, manifest.files[name])
-    for name in names if hashes else ():
-        _check_hash(folder, name, manifest.files[name])
-
-
-def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
-    size = file_in(folder, name).stat().st_size
-    if size != facts.size:
-        how = "was cut" if size < facts.size else "has grown"
-        raise DamagedCheckpointError(folder, f"{name} {how}: {size} bytes, not {facts.size}")
-
-
-def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
-    try:
-        found = sha256_of(file_in(folder, name))
-    except OSError as error:
-        raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
-    if found != facts.sha256:
-        reason = f"{name} has changed since it was written (SHA-256)"
-        raise DamagedCheckpointError(folder, reason)

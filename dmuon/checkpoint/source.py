@@ -41,8 +41,8 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def files(self) -> list[str]:
-        """Names of the files that `verify` looks at."""
+    def files(self) -> dict[str, int]:
+        """The files that `verify` looks at, and how many bytes of each it can compare."""
 
     @abstractmethod
     def facts(self, name: str) -> TensorFacts:
@@ -69,11 +69,14 @@ class Source(ABC):
         target.copy_(self.read(name, rows))
 
     @abstractmethod
-    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+    def verify(
+        self, *, hashes: bool = True, fast: bool = False, only: Collection[str] | None = None
+    ) -> None:
         """Check that files are whole, as far as what was written with them tells.
 
         Args:
             hashes: compare every byte, where there are hashes: in checkpoints of ours.
+            fast: by their checksum rather than SHA-256, where there is one.
             only: names of files to look at, of ``files``; by default all.
 
         Raises:
@@ -155,9 +158,9 @@ class CheckpointSource(Source):
         return list(self._names)
 
     @property
-    def files(self) -> list[str]:
-        """Names of all files but the manifest."""
-        return list(self.manifest.files)
+    def files(self) -> dict[str, int]:
+        """All files but the manifest, and their sizes; see `Source.files`."""
+        return {name: facts.size for name, facts in self.manifest.files.items()}
 
     def facts(self, name: str) -> TensorFacts:
         """See `Source.facts`."""
@@ -171,9 +174,11 @@ class CheckpointSource(Source):
         """See `Source.read_into`."""
         self.reader.read_into(target, self._stored(name), rows)
 
-    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+    def verify(
+        self, *, hashes: bool = True, fast: bool = False, only: Collection[str] | None = None
+    ) -> None:
         """See `Source.verify`."""
-        self.reader.verify(hashes=hashes, only=only)
+        self.reader.verify(hashes=hashes, fast=fast, only=only)
 
     def _stored(self, name: str) -> str:
         if name not in self._names:
@@ -227,9 +232,9 @@ class FilesSource(Source):
         return list(self._path_of)
 
     @property
-    def files(self) -> list[str]:
-        """Names of the files with weights."""
-        return sorted({path.name for path in self._path_of.values()})
+    def files(self) -> dict[str, int]:
+        """The files with weights, none of whose bytes can be compared; see `Source.files`."""
+        return dict.fromkeys(sorted({path.name for path in self._path_of.values()}), 0)
 
     def facts(self, name: str) -> TensorFacts:
         """See `Source.facts`."""
@@ -239,7 +244,9 @@ class FilesSource(Source):
         """See `Source.read`."""
         return self._file_with(name).read(name, rows)
 
-    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+    def verify(
+        self, *, hashes: bool = True, fast: bool = False, only: Collection[str] | None = None
+    ) -> None:
         """See `Source.verify`; there are no hashes, so headers and sizes alone are compared."""
         for name, path in self._path_of.items():
             if only is None or path.name in only:

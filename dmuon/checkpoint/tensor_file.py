@@ -15,7 +15,8 @@ from dmuon.checkpoint.durable_file import whole_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
 from dmuon.checkpoint.file_names import file_in
 from dmuon.checkpoint.header import Span, file_order, make_header, read_header
-from dmuon.checkpoint.manifest import Manifest, verify
+from dmuon.checkpoint.manifest import Manifest
+from dmuon.checkpoint.verification import verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
 
 CHUNK_BYTES = 4 * 2**20
@@ -233,17 +234,20 @@ class TensorReader:
         with self._named(file):
             self._open(file).read_into(target, name, rows)
 
-    def verify(self, *, hashes: bool = True, only: Collection[str] | None = None) -> None:
+    def verify(
+        self, *, hashes: bool = True, fast: bool = False, only: Collection[str] | None = None
+    ) -> None:
         """Compare files with the manifest: sizes, headers and, unless told not to, every byte.
 
         Args:
             hashes: read every file and compare its SHA-256 too.
+            fast: compare the checksum `WordSums` instead, where the manifest has it.
             only: names of the files to look at; by default all. So ranks can share the work.
 
         Raises:
             DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
         """
-        verify(self.folder, self._manifest, hashes=hashes, only=only)
+        verify(self.folder, self._manifest, hashes=hashes, fast=fast, only=only)
         for file in self._tensors:
             if only is None or file in only:
                 with self._named(file):

@@ -113,7 +113,9 @@ class Saving:
                 self._note_loss(0)
                 return 0
             try:
-                loaded = dmuon.load_checkpoint(path, training.model, training.optimizer)
+                loaded = dmuon.load_checkpoint(
+                    path, training.model, training.optimizer, verify_hashes="sha256"
+                )
             except dmuon.DamagedCheckpointError as damage:  # on all ranks alike
                 for each in found:
                     self._store.note_damaged(each, damage)

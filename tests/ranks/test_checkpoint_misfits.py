@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tiny import build, is_proj
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from unit.checkpoint_builders import rewrite_manifest
 from wrapped import make_mesh, train, wrap
 
 import dmuon
@@ -52,7 +53,7 @@ def write(folder: Path, steps: int = 1) -> dict[str, Any]:
 
 
 def expect_refused(
-    match: str, path: Path, model: nn.Module, optimizer: dmuon.Muon | None, **options: bool
+    match: str, path: Path, model: nn.Module, optimizer: dmuon.Muon | None, **options: Any
 ) -> str:
     mine = optimizer or dmuon.Muon(model)
     before = states(model, mine)
@@ -197,6 +198,31 @@ def test_damage_that_one_rank_finds_is_the_same_error_on_all(damage: Any, tmp_pa
             expect_refused(f"{file}|no manifest|manifest.json", bad, model, optimizer)
         train(model, optimizer, range(1))
         load_checkpoint(tmp_path / "good", model, optimizer)
+
+    run_ranks(NUM_RANKS, body)
+
+
+def test_how_contents_are_compared_is_a_choice(tmp_path: Path) -> None:
+    write(tmp_path)
+    good = tmp_path / "good"
+
+    def forge(content: dict[str, Any]) -> None:
+        for facts in content["files"].values():
+            facts["sha256"] = "0" * 64
+
+    rewrite_manifest(good, forge)
+
+    def body(rank: int) -> None:
+        model, optimizer = prepared(1)
+        load_checkpoint(good, model, optimizer)
+        expect_refused(r"SHA-256", good, model, optimizer, verify_hashes="sha256")
+        expect_refused("True, False or 'sha256'", good, model, optimizer, verify_hashes="md5")
+        gather_objects(dmuon.dedication.of(model), None)
+        if rank == 0:
+            flip(max(good.glob("optim-*")))
+        gather_objects(dmuon.dedication.of(model), None)
+        expect_refused("checksum", good, model, optimizer)
+        load_checkpoint(good, model, optimizer, verify_hashes=False)
 
     run_ranks(NUM_RANKS, body)
 

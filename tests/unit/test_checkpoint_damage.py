@@ -22,8 +22,9 @@ from unit.checkpoint_builders import (
     write_checkpoint,
 )
 
-from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify
+from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from dmuon.checkpoint.tensor_file import TensorFile, TensorReader
+from dmuon.checkpoint.verification import share_out, verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -34,9 +35,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def check(folder: Path, *, hashes: bool = True) -> None:
+def check(folder: Path, *, hashes: bool = True, fast: bool = False) -> None:
     manifest = read_manifest(folder)
-    TensorReader(folder, manifest).verify(hashes=hashes)
+    TensorReader(folder, manifest).verify(hashes=hashes, fast=fast)
 
 
 def test_a_whole_checkpoint_is_taken_and_read(folder):
@@ -131,8 +132,9 @@ def test_a_link_within_the_folder_is_followed(folder):
     check(folder)
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("file", [MANIFEST_FILE, *MODEL_FILES, OPTIM_FILE, "config.json"])
-def test_a_single_changed_byte_anywhere_is_found(folder, file):
+def test_a_single_changed_byte_anywhere_is_found(folder, file, fast):
     rng = random.Random(0)
     path = folder / file
     whole = path.read_bytes()
@@ -142,8 +144,44 @@ def test_a_single_changed_byte_anywhere_is_found(folder, file):
         spoilt[place] ^= rng.randrange(1, 256)
         path.write_bytes(spoilt)
         with pytest.raises(DamagedCheckpointError, match=file) as raised:
-            check(folder)
+            check(folder, fast=fast)
         assert raised.value.path == folder
+
+
+def in_file(key: str, value: str | None):
+    """What changes a manifest so; None takes the key away."""
+
+    def change(content):
+        facts = content["files"][OPTIM_FILE]
+        facts.pop(key)
+        facts.update({} if value is None else {key: value})
+
+    return change
+
+
+def test_fast_compares_the_checksum_and_otherwise_the_sha256_is_compared(folder):
+    rewrite_manifest(folder, in_file("sha256", "0" * 64))
+    check(folder, fast=True)
+    with pytest.raises(DamagedCheckpointError, match=rf"{OPTIM_FILE} has changed .*\(SHA-256\)"):
+        check(folder)
+    rewrite_manifest(folder, in_file("sums", "0" * 64))
+    with pytest.raises(DamagedCheckpointError, match=rf"{OPTIM_FILE} has changed .*\(checksum\)"):
+        check(folder, fast=True)
+
+
+def test_where_a_manifest_has_no_checksum_the_sha256_is_compared(folder):
+    rewrite_manifest(folder, in_file("sums", None))
+    check(folder, fast=True)
+    path = folder / OPTIM_FILE
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DamagedCheckpointError, match=rf"{OPTIM_FILE} has changed .*\(SHA-256\)"):
+        check(folder, fast=True)
+
+
+def test_each_file_is_looked_at_by_one_rank_and_all_read_about_as_much():
+    files = {"a": 5, "b": 3, "c": 3, "d": 0, "e": 0}
+    assert share_out(files, 2) == [["a", "d", "e"], ["b", "c"]]
+    assert share_out({"a": 0, "b": 0}, 3) == [["a"], ["b"], []]
 
 
 def test_the_files_to_look_at_can_be_shared_out(folder):

@@ -79,7 +79,7 @@ def full(step: int = 7) -> Manifest:
     return Manifest(
         step=step,
         files={
-            "model.safetensors": FileFacts(400, "0" * 64),
+            "model.safetensors": FileFacts(400, "0" * 64, "b" * 64),
             "config.json": FileFacts(2, "a" * 64),
         },
         tensors={
@@ -130,6 +130,8 @@ def test_the_text_has_the_documented_keys():
         *("sha256", "format", "format_version", "step", "created", "versions", "mesh", "files"),
         *("tensors", "tied", "optimizer", "module_state", "extra"),
     ]
+    assert content["files"]["model.safetensors"].keys() == {"size", "sha256", "sums"}
+    assert content["files"]["config.json"].keys() == {"size", "sha256"}, "as older ones have it"
     assert content["tensors"]["model.safetensors"]["a.b"] == {"dtype": "F32", "shape": [3, 4]}
 
 
@@ -193,6 +195,8 @@ LIES = {
     "a size that is a float": (in_file("size", 2.0), "'size' is no size"),
     "a size that is text": (in_file("size", "2"), "'size' is no size"),
     "a short hash": (in_file("sha256", "abc"), "'sha256' is no SHA-256"),
+    "a short checksum": (in_file("sums", "abc"), "'sums' is no SHA-256"),
+    "a checksum that is nothing": (in_file("sums", None), "'sums' is no text"),
     "a file that is a list": (lambda c: c["files"].update(x=[]), "'x' is not an object"),
     "a negative shape": (in_tensor("shape", [-7, -4]), "'shape' is no size"),
     "a fractional shape": (in_tensor("shape", [7.0, 4]), "'shape' is no size"),
