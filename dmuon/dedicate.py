@@ -26,7 +26,7 @@ from dmuon.selection import Predicate, Splits, is_hidden_matrix, select
 def dedicate_params(  # noqa: PLR0913 - the public signature
     model: nn.Module,
     mesh: DeviceMesh,
-    predicate: Predicate = is_hidden_matrix,
+    predicate: Predicate | None = is_hidden_matrix,
     *,
     replicate_mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
@@ -46,6 +46,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         mesh: 1D, or 2D named ``("replicate", "shard")``.
         predicate: ``(name, parameter) -> bool``; may choose matrices ``(M, N)``, stacks of
             matrices ``(E, M, N)``, and the weights of convolutions (flattened, one matrix a group).
+            None chooses nothing: AdamW trains all, a baseline in which everything else is equal.
         replicate_mesh: the replicate axis, when ``mesh`` is the 1D shard axis of a 2D layout.
         reshard_after_forward: free the weights of other owners between forward and backward
             (less memory, one more broadcast) or keep them. Those of the last block, with which
@@ -103,8 +104,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    optional = (boundary, splits)
-    if not callable(predicate) or not all(f is None or callable(f) for f in optional):
+    optional = (predicate, boundary, splits)
+    if not all(f is None or callable(f) for f in optional):
         raise SetupError(
             "predicate, hook_boundary_predicate and splits are functions of (name, object)"
         )
@@ -119,7 +120,7 @@ def _check_arguments(
         raise SetupError("there is no process group; call init_process_group or use torchrun first")
 
 
-def _choose(dedication: Dedication, predicate: Predicate, splits: Splits | None) -> None:
+def _choose(dedication: Dedication, predicate: Predicate | None, splits: Splits | None) -> None:
     """Local: what is dedicated, how it is split, and to whom it goes."""
     model = dedication.model
     _check_order(model)

@@ -229,7 +229,7 @@ class Dedication:
                 wrapping.reveal(module)
         start = choose_reduction(self.owner_map.everyone)
         blocks = self._make_blocks(start)
-        num_legs = max(len(p.route.reduce) for block in blocks for p in block.parcels)
+        num_legs = max((len(p.route.reduce) for block in blocks for p in block.parcels), default=0)
         if self.owner_map.num_replicas > 1:
             num_legs = 2
         counters = Counters()

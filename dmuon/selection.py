@@ -75,14 +75,16 @@ class _Candidate:
 
 
 def select(
-    model: nn.Module, predicate: Predicate, splits: Splits | None = None
+    model: nn.Module, predicate: Predicate | None, splits: Splits | None = None
 ) -> list[DedicatedParam]:
-    """The dedicated parameters of ``model`` in its order, without owners yet.
+    """The dedicated parameters of ``model`` in its order, without owners yet; None: there are none.
 
     Raises:
         SetupError: when nothing matches, something that Muon cannot orthogonalise does, or a split
             does not fit.
     """
+    if predicate is None:
+        return []
     candidates = _candidates(model)
     is_default = predicate is is_hidden_matrix
     embedded = embedding_weights(model) if is_default else set()
@@ -95,7 +97,8 @@ def select(
     if not selected:
         raise SetupError(
             "the predicate matches no parameter of this model; print the names with "
-            "model.named_parameters() and pass predicate=lambda name, param: ..."
+            "model.named_parameters() and pass predicate=lambda name, param: ..., or None to leave "
+            "all of them to AdamW"
         )
     return selected
 

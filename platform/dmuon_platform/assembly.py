@@ -23,8 +23,9 @@ def assemble(spec: JobSpec, place: Place) -> tuple[nn.Module, "dmuon.Muon", "dmu
     model = build_model(spec.model, spec.data.sequence_length, device="cpu").to(place.device)
     policy = precision(spec)
     whole_after = spec.train.reshard_after_forward
+    chosen = is_hidden if spec.optimizer.algorithm == "muon" else None
     plan = dmuon.dedicate_params(
-        model, place.mesh, is_hidden, reshard_after_forward=whole_after, mp_policy=policy
+        model, place.mesh, chosen, reshard_after_forward=whole_after, mp_policy=policy
     )
     for layer in layer_modules(model):
         _wrap_forward(spec, layer)

@@ -9,14 +9,17 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmuon_platform.errors import PlatformError, exit_code_of
+from dmuon_platform.sweep.arguments import add_arguments as _add_sweep
 
 if TYPE_CHECKING:
     from dmuon_platform.spec import JobSpec
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -159,6 +162,12 @@ def _chaos(arguments: argparse.Namespace) -> int:
     return chaos.run(arguments)
 
 
+def _sweep(arguments: argparse.Namespace) -> int:
+    from dmuon_platform.sweep import command
+
+    return command.run(arguments)
+
+
 def _bench_recovery(arguments: argparse.Namespace) -> int:
     from dmuon_platform import recovery_bench
 
@@ -201,6 +210,22 @@ def _parser() -> argparse.ArgumentParser:
         "on), 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_job_commands(commands)
+    schema = commands.add_parser("schema", help="print the JSON schema of job files")
+    schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
+    init = commands.add_parser("init", help="write a first job file for your data and hardware")
+    _add_init(init)
+    doctor = commands.add_parser("doctor", help="look whether this machine can train")
+    _add_doctor(doctor)
+    _set_actions({schema: _schema, init: _init, doctor: _doctor})
+    for name, text in RUN_COMMANDS.items():
+        _add_run_command(name, commands.add_parser(name, help=text))
+    _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
+    return parser
+
+
+def _add_job_commands(commands: "Commands") -> None:
+    """Add what reads a job file, which settings can change."""
     run = commands.add_parser("run", help="run a job here, or go on with it")
     run.add_argument("--address", help="a Ray cluster, host:port or auto; default: a local one")
     submit = commands.add_parser("submit", help="hand a job to a Ray cluster, and leave")
@@ -209,30 +234,25 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     plan = commands.add_parser("plan", help="foretell what a step costs on many workers")
     _add_plan(plan)
-    schema = commands.add_parser("schema", help="print the JSON schema of job files")
-    schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
-    init = commands.add_parser("init", help="write a first job file for your data and hardware")
-    _add_init(init)
-    doctor = commands.add_parser("doctor", help="look whether this machine can train")
-    _add_doctor(doctor)
+    sweep = commands.add_parser("sweep", help="train a job with many settings, and compare")
+    _add_sweep(sweep)
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
     bench.add_argument("--kinds", help="what strikes: kill,freeze,stall,kill_driver by default")
     bench.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
-    for command in (run, submit, validate, plan, chaos, bench):
+    actions: dict[argparse.ArgumentParser, Command] = {run: _run, submit: _submit, plan: _plan}
+    actions |= {validate: _validate, chaos: _chaos, bench: _bench_recovery, sweep: _sweep}
+    for command in actions:
         command.add_argument("job", metavar="JOB", help="a TOML, YAML or JSON file")
         command.add_argument("--set", **SETTINGS)
-    actions: dict[argparse.ArgumentParser, Command] = {run: _run, submit: _submit, plan: _plan}
-    actions |= {validate: _validate, schema: _schema, init: _init, doctor: _doctor}
-    actions |= {chaos: _chaos, bench: _bench_recovery}
+    _set_actions(actions)
+
+
+def _set_actions(actions: Mapping[argparse.ArgumentParser, Command]) -> None:
     for command, action in actions.items():
         command.add_argument("--traceback", action="store_true", help="show where an error arose")
         command.set_defaults(command=action)
-    for name, text in RUN_COMMANDS.items():
-        _add_run_command(name, commands.add_parser(name, help=text))
-    _add_checkpoint(commands.add_parser("checkpoint", help="look at checkpoints, and export them"))
-    return parser
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:

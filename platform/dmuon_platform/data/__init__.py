@@ -5,7 +5,7 @@
 
 from dmuon_platform.data.dataset import Dataset, open_dataset
 from dmuon_platform.data.info import DatasetInfo
-from dmuon_platform.data.prepare import check_data, check_size, prepare_dataset
+from dmuon_platform.data.prepare import check_data, check_size, find_dataset, prepare_dataset
 from dmuon_platform.data.settings import DataSettings
 from dmuon_platform.data.sources import PYTHON_STDLIB
 from dmuon_platform.data.tokenizer import (
@@ -26,6 +26,7 @@ __all__ = [
     "FileTokenizer",
     "check_data",
     "check_size",
+    "find_dataset",
     "load_tokenizer",
     "open_dataset",
     "prepare_dataset",

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon_platform.data.documents import read_documents
@@ -60,6 +61,16 @@ def check_size(info: DatasetInfo, global_batch_size: int) -> None:
         )
 
 
+def find_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo | None:
+    """Return the dataset of a job if it is prepared already and intact; starts nothing.
+
+    Raises:
+        SpecError: What is wrong with the source.
+    """
+    wanted = _Wanted.by(settings)
+    return _find_intact(wanted.folder(cache_dir), wanted.digest)
+
+
 def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
     """Return the dataset of a job, tokenising it if it is not there yet, with Ray Data if large.
 
@@ -70,11 +81,8 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
         SpecError: What is wrong with the source, or that it is too short.
         PlatformError: The cache folder cannot be written.
     """
-    tokenizer = load_tokenizer(settings.tokenizer)
-    files = find_files(settings.source)
-    limit = passage_bytes(files, settings.validation_fraction)
-    digest = _digest(settings, tokenizer, files, limit)
-    folder = Path(cache_dir).absolute() / digest[:_DIGITS]
+    wanted = _Wanted.by(settings)
+    tokenizer, digest, folder = wanted.tokenizer, wanted.digest, wanted.folder(cache_dir)
     found = _find_intact(folder, digest)
     if found is not None:
         return found
@@ -82,7 +90,8 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
     try:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        passages = tokenise_files(files, TokeniseTask(tokenizer, settings.text_field, limit))
+        task = TokeniseTask(tokenizer, settings.text_field, wanted.limit)
+        passages = tokenise_files(wanted.files, task)
         identity = (digest, settings.sequence_length, settings.validation_fraction)
         write_dataset(building, passages, tokenizer, identity)
         return _publish(building, folder, digest)
@@ -93,6 +102,26 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What goes into a dataset, and the digest of all that."""
+
+    tokenizer: TextTokenizer
+    files: list[Path]
+    limit: int
+    digest: str
+
+    @classmethod
+    def by(cls, settings: DataSettings) -> "_Wanted":
+        tokenizer = load_tokenizer(settings.tokenizer)
+        files = find_files(settings.source)
+        limit = passage_bytes(files, settings.validation_fraction)
+        return cls(tokenizer, files, limit, _digest(settings, tokenizer, files, limit))
+
+    def folder(self, cache_dir: Path | str) -> Path:
+        return Path(cache_dir).absolute() / self.digest[:_DIGITS]
 
 
 def _digest(settings: DataSettings, tokenizer: TextTokenizer, files: list[Path], limit: int) -> str:

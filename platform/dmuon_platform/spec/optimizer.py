@@ -12,6 +12,10 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerSpec(Section):
     """The settings of ``dmuon.Muon``, with its names."""
 
+    algorithm: Literal["muon", "adamw"] = "muon"
+    """Of hidden matrices. With ``adamw`` the ``adamw_*`` keys hold for the whole model: a baseline
+    in which all else is equal."""
+
     lr: NonNegativeFloat = 0.02
     """Learning rate of hidden matrices, before the schedule."""
 

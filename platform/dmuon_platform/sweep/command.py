@@ -1,0 +1,161 @@
+"""``dmuon sweep``: run what is not run yet, a few at a time, and show what came of it."""
+
+import argparse
+import json
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from dmuon_platform import matplotlib_cache, preflight
+from dmuon_platform.data import check_size, find_dataset
+from dmuon_platform.data.info import DatasetInfo
+from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.durable_file import write_whole
+from dmuon_platform.errors import PlatformError
+from dmuon_platform.git_state import git_state
+from dmuon_platform.launch import DATA_FOLDER
+from dmuon_platform.ray_session import RaySession
+from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.sweep.grid import Grid, Point, make_points
+from dmuon_platform.sweep.outcome import (
+    MEASURE,
+    Outcome,
+    best_of,
+    edges_of,
+    outcome_of,
+    plain,
+    rows_of,
+    table,
+)
+from dmuon_platform.sweep.point import train_point
+from dmuon_platform.tracking import DATABASE, deliver_pending, describe
+from dmuon_platform.tracking_files import TrackingFiles
+
+RESULT_FILE, TABLE_FILE, PICTURE_FILE = "sweep.json", "sweep.txt", "sweep.png"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return 0.
+
+    Raises:
+        SpecError: The job or a grid is wrong; nothing was started.
+        PlatformError: A training failed otherwise than by diverging.
+    """
+    job = preflight.resolve(load_job(arguments.job, arguments.set))
+    folder = arguments.output or job.run_dir.parent / f"{job.name}-sweep"
+    grids = [Grid.parse(assignments) for assignments in arguments.grid]
+    uri = job.tracking.uri or f"sqlite:///{job.run_dir.parent / DATABASE}"
+    overrides = [*arguments.set, f"tracking.uri={uri}"]
+    points = make_points(arguments.job, overrides, grids, arguments.seeds, folder.absolute())
+    for point in points:
+        preflight.check_earlier_run(point.spec)
+    preflight.check_job(points[0].spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    with DriverLease(folder, None, None):
+        info = _dataset(job)
+        check_size(info, job.train.global_batch_size)
+        outcomes = _outcomes(points, info, arguments.parallel)
+        _conclude(job, outcomes, grids, folder)
+    return 0
+
+
+def _dataset(job: JobSpec) -> DatasetInfo:
+    """Return the prepared text, which all runs share; made with a Ray of its own if need be."""
+    folder = job.run_dir.parent / DATA_FOLDER
+    found = find_dataset(job.data, folder)
+    if found is not None:
+        return found
+    with RaySession(job) as session:
+        return session.prepare(folder)
+
+
+def _outcomes(points: Sequence[Point], info: DatasetInfo, parallel: int) -> list[Outcome]:
+    """Return what came of each point, in their order, after running those that are left."""
+    left = [point for point in points if outcome_of(point) is None]
+    print(f"{len(points)} trainings, {len(points) - len(left)} of them done before", flush=True)
+    for point in (point for point in points if point not in left):
+        deliver_pending(point.spec)
+    for count, point in enumerate(_trained(left, info, parallel), 1):
+        outcome = outcome_of(point)
+        if outcome is None:
+            raise PlatformError(f"{point.spec.run_dir} does not say what came of its training")
+        shown = "diverged"
+        if outcome.evaluation is not None:
+            shown = f"{outcome.evaluation[MEASURE]:.4f} bits a byte"
+        print(
+            f"{count}/{len(left)} {point.spec.name}: {shown}, {outcome.seconds:.0f} s", flush=True
+        )
+        _track(point, info)
+    outcomes = [outcome_of(point) for point in points]
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Iterator[Point]:
+    """Train, each point in a new process, and yield those that are at their end.
+
+    Raises:
+        PlatformError: One failed. Those under way are finished first, and count.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(parallel, mp_context=spawn, max_tasks_per_child=1) as pool:
+        running = {
+            pool.submit(train_point, point.spec.model_dump(mode="json"), info.folder): point
+            for point in points
+        }
+        try:
+            for future in as_completed(running):
+                point = running[future]
+                try:
+                    future.result()
+                except (BrokenProcessPool, Exception) as error:
+                    raise PlatformError(
+                        f"the training {point.spec.name} failed: {type(error).__name__}: {error}. "
+                        "The same command runs it, and what is left, again."
+                    ) from error
+                yield point
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _track(point: Point, info: DatasetInfo) -> None:
+    """Tell MLflow about a training, now or when the command is run again."""
+    files = TrackingFiles(point.spec.run_dir)
+    facts = {"git": git_state(Path.cwd()), "dataset": {"name": "sweep", **vars(info)}}
+    facts["sweep"] = {"folder": point.spec.run_dir.parent.name, **point.settings}
+    files.describe(describe(point.spec, facts, files.run_key()))
+    files.want("FINISHED", int(time.time() * 1000))
+    delivery = deliver_pending(point.spec)
+    if not delivery.is_complete:
+        warnings.warn(
+            f"MLflow does not know all of {point.spec.name} yet: {delivery.problem}", stacklevel=2
+        )
+
+
+def _conclude(job: JobSpec, outcomes: list[Outcome], grids: list[Grid], folder: Path) -> None:
+    """Write table, picture and data, and say what is best."""
+    rows = rows_of(outcomes)
+    text = table(rows, grids)
+    tokens = job.num_steps * job.tokens_per_step
+    title = f"{job.name}: {job.num_steps} steps, {tokens:,} tokens each"
+    write_whole(folder / RESULT_FILE, json.dumps(plain(outcomes, grids), indent=2) + "\n")
+    write_whole(folder / TABLE_FILE, f"{title}\n\n{text}\n")
+    matplotlib_cache.keep_in(folder)
+    from dmuon_platform.sweep.picture import draw_sweep  # imports matplotlib, which reads that
+
+    draw_sweep(title, rows, grids, folder / PICTURE_FILE)
+    print(f"\n{title}\n\n{text}\n")
+    for number, grid in enumerate(grids):
+        best = best_of(rows, number)
+        if best is None:
+            print(f"Every setting of {grid.label} diverged.")
+            continue
+        for key in edges_of(best, grid):
+            print(
+                f"The best {key} of {grid.label} is {best.settings[key]}, at the edge of what was "
+                "tried: give --grid more values there."
+            )
+    print(f"{folder} has {RESULT_FILE}, {TABLE_FILE} and {PICTURE_FILE}.")
