@@ -3,6 +3,7 @@
 import argparse
 import json
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from dmuon_platform.sweep.outcome import (
     table,
 )
 from dmuon_platform.sweep.point import train_point
-from dmuon_platform.tracking import DATABASE, deliver_pending, describe
+from dmuon_platform.tracking import DATABASE, DRAIN_ENVIRONMENT, delivery, describe
 from dmuon_platform.tracking_files import TrackingFiles
 
 RESULT_FILE, TABLE_FILE, PICTURE_FILE = "sweep.json", "sweep.txt", "sweep.png"
@@ -78,7 +79,7 @@ def _outcomes(points: Sequence[Point], info: DatasetInfo, parallel: int) -> list
     left = [point for point in points if outcome_of(point) is None]
     print(f"{len(points)} trainings, {len(points) - len(left)} of them done before", flush=True)
     for point in (point for point in points if point not in left):
-        deliver_pending(point.spec)
+        _track(point, info)
     for count, point in enumerate(_trained(left, info, parallel), 1):
         outcome = outcome_of(point)
         if outcome is None:
@@ -123,16 +124,24 @@ def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Itera
 
 def _track(point: Point, info: DatasetInfo) -> None:
     """Tell MLflow about a training, now or when the command is run again."""
+    if delivery(point.spec.run_dir).is_complete:
+        return
+    for key, value in DRAIN_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    matplotlib_cache.keep_in(point.spec.run_dir.parent)
+    from dmuon_platform.drain import Drain  # imports mlflow and matplotlib, which read those
+
     files = TrackingFiles(point.spec.run_dir)
-    facts = {"git": git_state(Path.cwd()), "dataset": {"name": "sweep", **vars(info)}}
+    facts = {"git": git_state(Path.cwd()), "dataset": {"name": str(point.spec.data.source)}}
+    facts["dataset"] |= vars(info)
     facts["sweep"] = {"folder": point.spec.run_dir.parent.name, **point.settings}
     files.describe(describe(point.spec, facts, files.run_key()))
     files.want("FINISHED", int(time.time() * 1000))
-    delivery = deliver_pending(point.spec)
-    if not delivery.is_complete:
-        warnings.warn(
-            f"MLflow does not know all of {point.spec.name} yet: {delivery.problem}", stacklevel=2
-        )
+    Drain(point.spec.run_dir).deliver()
+    told = delivery(point.spec.run_dir)
+    if not told.is_complete:
+        name = point.spec.name
+        warnings.warn(f"MLflow does not know all of {name} yet: {told.problem}", stacklevel=2)
 
 
 def _conclude(job: JobSpec, outcomes: list[Outcome], grids: list[Grid], folder: Path) -> None:

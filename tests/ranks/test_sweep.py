@@ -1,0 +1,67 @@
+"""``dmuon sweep`` for real: trained, gone on with, compared, drawn and told to MLflow."""
+
+import json
+from pathlib import Path
+
+import mlflow
+import pytest
+from dmuon_platform import cli
+from dmuon_platform.data import prepare_dataset
+from dmuon_platform.launch import DATA_FOLDER
+from dmuon_platform.spec import JobSpec
+from dmuon_platform.spool import METRICS_FILE
+
+HERE = Path(__file__)
+FIRST = ["--grid", "optimizer.algorithm=muon", "optimizer.lr=0.02"]
+ADAMW = ["--grid", "optimizer.algorithm=adamw", "optimizer.adamw_lr=1e-2,1e20"]
+MORE = ["--grid", "optimizer.algorithm=muon", "optimizer.lr=0.02,0.04"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A small one, whose text is prepared, so that no Ray is needed."""
+    document = {
+        "name": "small",
+        "storage": str(tmp_path / "runs"),
+        "model": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        "data": {"source": str(HERE.parent / "test_c*.py"), "sequence_length": 32},
+        "train": {"steps": 6, "global_batch_size": 4, "micro_batch_size": 2},
+        "evaluation": {"every": 3, "sequences": 4},
+    }
+    spec = JobSpec.model_validate(document)
+    prepare_dataset(spec.data, spec.run_dir.parent / DATA_FOLDER)
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_sweep_trains_what_is_left_and_tells_what_came_of_all(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = job.parent / "runs" / "small-sweep"
+    assert cli.main(["sweep", str(job), *FIRST, *ADAMW, "--parallel", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "3 trainings, 0 of them done before" in output
+    assert "adamw_lr-1e20-seed-0: diverged" in output
+    curves = {path: path.read_bytes() for path in folder.glob(f"*/{METRICS_FILE}")}
+
+    assert cli.main(["sweep", str(job), *MORE, *ADAMW]) == 0
+    output = capsys.readouterr().out
+    assert "4 trainings, 3 of them done before" in output
+    assert "optimizer.lr of algorithm muon" in output  # of two values the better one is at an edge
+    assert {path: path.read_bytes() for path in curves} == curves
+
+    result = json.loads((folder / "sweep.json").read_text())
+    by_name = {point["name"]: point["evaluation"] for point in result["points"]}
+    losses = [each["evaluation/loss"] for each in by_name.values() if each is not None]
+    assert len(by_name) == 4
+    assert len(set(losses)) == len(losses) == 3
+    assert result["grids"][1]["best"]["optimizer.adamw_lr"] == "1e-2"
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+    client = mlflow.MlflowClient(f"sqlite:///{job.parent / 'runs' / 'mlflow.db'}")
+    (experiment,) = [each for each in client.search_experiments() if each.name == "dmuon"]
+    runs = client.search_runs([experiment.experiment_id])
+    told = {run.info.run_name: run.data.metrics.get("evaluation/loss") for run in runs}
+    expected = {name: each and each["evaluation/loss"] for name, each in by_name.items()}
+    assert told == expected
