@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dmuon_platform import matplotlib_cache, preflight
 from dmuon_platform.data import check_size, find_dataset
 from dmuon_platform.data.info import DatasetInfo
-from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.driver_lease import AlreadyRunning, DriverLease
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.git_state import git_state
@@ -32,7 +33,7 @@ from dmuon_platform.sweep.outcome import (
     rows_of,
     table,
 )
-from dmuon_platform.sweep.point import train_point
+from dmuon_platform.sweep.point import end_with, train_point
 from dmuon_platform.tracking import DATABASE, DRAIN_ENVIRONMENT, delivery, describe
 from dmuon_platform.tracking_files import TrackingFiles
 
@@ -56,12 +57,32 @@ def run(arguments: argparse.Namespace) -> int:
         preflight.check_earlier_run(point.spec)
     preflight.check_job(points[0].spec)
     folder.mkdir(parents=True, exist_ok=True)
-    with DriverLease(folder, None, None):
+    with _alone_in(folder):
         info = _dataset(job)
         check_size(info, job.train.global_batch_size)
         outcomes = _outcomes(points, info, arguments.parallel)
         _conclude(job, outcomes, grids, folder)
     return 0
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Have the folder of the sweep for this command.
+
+    Raises:
+        PlatformError: Another one has it.
+    """
+    lease = DriverLease(folder, None, None)
+    try:
+        lease.__enter__()
+    except AlreadyRunning as error:
+        raise PlatformError(
+            f"Another dmuon sweep is at work in {folder}: wait for it, end it, or give this one "
+            "another --output."
+        ) from error
+    with ExitStack() as stack:
+        stack.push(lease)
+        yield
 
 
 def _dataset(job: JobSpec) -> DatasetInfo:
@@ -102,7 +123,9 @@ def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Itera
         PlatformError: One failed. Those under way are finished first, and count.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(parallel, mp_context=spawn, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        parallel, spawn, initializer=end_with, initargs=(os.getpid(),), max_tasks_per_child=1
+    ) as pool:
         running = {
             pool.submit(train_point, point.spec.model_dump(mode="json"), info.folder): point
             for point in points

@@ -3,6 +3,8 @@
 import os
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,9 @@ from dmuon_platform.preflight import record_job
 from dmuon_platform.record import Record
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.training import Training
+
+LOOK_S = 1.0
+"""Between two looks whether the command is still there."""
 
 ATTEMPT = 1
 """A point is short: one that was interrupted begins anew, and writes the same again."""
@@ -42,6 +47,17 @@ def train_point(document: dict[str, Any], dataset: str) -> None:
             journal.append("ended", exit_code=0)
         except Diverged as error:
             journal.append("ended", exit_code=error.exit_code, problem=str(error))
+
+
+def end_with(parent: int) -> None:
+    """Let this process end when the command that started it is gone, however that ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
