@@ -1,5 +1,6 @@
 """From a job to a model spread over the workers, and its optimizer."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,15 +24,19 @@ def assemble(spec: JobSpec, place: Place) -> tuple[nn.Module, "dmuon.Muon", "dmu
     model = build_model(spec.model, spec.data.sequence_length, device="cpu").to(place.device)
     policy = precision(spec)
     whole_after = spec.train.reshard_after_forward
-    chosen = is_hidden if spec.optimizer.algorithm == "muon" else None
     plan = dmuon.dedicate_params(
-        model, place.mesh, chosen, reshard_after_forward=whole_after, mp_policy=policy
+        model, place.mesh, muon_takes(spec), reshard_after_forward=whole_after, mp_policy=policy
     )
     for layer in layer_modules(model):
         _wrap_forward(spec, layer)
         fully_shard(layer, mesh=place.mesh, mp_policy=policy, reshard_after_forward=whole_after)
     fully_shard(model, mesh=place.mesh, mp_policy=policy, reshard_after_forward=whole_after)
     return model, _optimizer(spec, model), plan
+
+
+def muon_takes(spec: JobSpec) -> Callable[[str, nn.Parameter], bool] | None:
+    """Return what chooses the parameters that Muon trains; None: AdamW trains all."""
+    return is_hidden if spec.optimizer.algorithm == "muon" else None
 
 
 def precision(spec: JobSpec) -> MixedPrecisionPolicy:

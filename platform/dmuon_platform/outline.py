@@ -2,7 +2,8 @@
 
 import dmuon
 from dmuon_platform import preflight
-from dmuon_platform.model import build_model, is_hidden, layer_modules
+from dmuon_platform.assembly import muon_takes
+from dmuon_platform.model import build_model, layer_modules
 from dmuon_platform.spec import JobSpec
 
 
@@ -29,7 +30,7 @@ def outline(spec: JobSpec) -> str:
 def owner_plan(spec: JobSpec, num_workers: int) -> dmuon.Plan:
     """Return who will own which hidden matrix among that many workers."""
     model = build_model(spec.model, spec.data.sequence_length, device="meta")
-    layers = set(layer_modules(model))
+    layers, takes = set(layer_modules(model)), muon_takes(spec)
     blocks = [name for name, module in model.named_modules() if module in layers]
     matrices = [
         dmuon.Matrix(
@@ -38,7 +39,7 @@ def owner_plan(spec: JobSpec, num_workers: int) -> dmuon.Plan:
             block=next((block for block in blocks if name.startswith(f"{block}.")), ""),
         )
         for name, param in model.named_parameters()
-        if is_hidden(name, param)
+        if takes is not None and takes(name, param)
     ]
     return dmuon.make_plan(matrices, num_workers)
 
@@ -53,6 +54,8 @@ def _division(spec: JobSpec, num_workers: int) -> str:
 
 
 def _ownership(plan: dmuon.Plan) -> str:
+    if not plan.matrices:
+        return "  AdamW trains all parameters; none has an owner"
     least, most = (size / 2**20 for size in (min(plan.bytes_per_owner), max(plan.bytes_per_owner)))
     return (
         f"  {len(plan.matrices)} hidden matrices over {plan.num_owners} owners: {least:.1f} to "

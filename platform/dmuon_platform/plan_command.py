@@ -57,6 +57,11 @@ def forecast_of(
     Raises:
         SpecError: They do not fit its mesh or batch, or its model cannot be built.
     """
+    if spec.optimizer.algorithm != "muon":
+        raise SpecError(
+            "With optimizer.algorithm = 'adamw' nothing has an owner, so there is no plan. What "
+            "AdamW costs is beside Muon in the plan with --set optimizer.algorithm=muon."
+        )
     if num_workers > MOST_WORKERS:
         raise SpecError(
             f"A plan is for {MOST_WORKERS:,} workers at most, not {num_workers:,}: set --workers."

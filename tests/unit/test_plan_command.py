@@ -51,6 +51,7 @@ def test_a_plan_for_sixteen_thousand_gpus_tells_time_and_advice(
         (["--workers", "3"], "16 sequences do not divide into 3 workers"),
         (["--workers", "6", "--set", "mesh.shard=4", "mesh.replicate=2"], "do not fit 6 workers"),
         (["--workers", "0"], "resources.workers"),
+        (["--set", "optimizer.algorithm=adamw"], "nothing has an owner"),
         (
             ["--workers", "16385", "--set", "train.global_batch_size=131080"],
             "for 16,384 workers at most, not 16,385: set --workers",
