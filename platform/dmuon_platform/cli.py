@@ -32,7 +32,8 @@ RUN_COMMANDS = {
     "stop": "ask a run to save a checkpoint and end",
     "resume": "go on with a run, from the job that it has recorded",
     "runs": "list all runs",
-    "plot": "draw a run's loss, throughput, learning rates and balance of owners",
+    "plot": "draw a run's pictures: loss, learning rates, times, owners, Muon's updates",
+    "report": "write a run as one page of HTML: how it went, and whether Muon is healthy",
 }
 
 SETTINGS: dict[str, Any] = {
@@ -55,7 +56,7 @@ def _seconds(text: str) -> float:
 _FLAG = {"action": "store_true"}
 RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--storage": (
-        "status logs stop resume runs plot",
+        "status logs stop resume runs plot report",
         {"default": "runs", "help": "the folder of all runs; default: runs"},
     ),
     "--address": (
@@ -73,8 +74,9 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--reason": ("stop", {"default": "dmuon stop", "help": "for its journal"}),
     "--set": ("resume", SETTINGS),
     "--output": ("plot", {"type": Path, "help": "a folder; default: plots in that of the run"}),
+    "--out": ("report", {"type": Path, "help": "a file; default: report.html in that of the run"}),
     "--traceback": (
-        "status logs stop resume runs plot",
+        "status logs stop resume runs plot report",
         {**_FLAG, "help": "show where an error arose"},
     ),
 }

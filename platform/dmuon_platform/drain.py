@@ -23,11 +23,14 @@ from dmuon_platform.export import read_export
 from dmuon_platform.lineage import lineage_of
 from dmuon_platform.metric_delivery import MetricDelivery, Records
 from dmuon_platform.registry import register
+from dmuon_platform.run_ending import State
+from dmuon_platform.run_folder import PLOTS_FOLDER, REPORT_FILE
 from dmuon_platform.run_story import plans_of, tags_of
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.system_sampler import SYSTEM_FILE, SystemSampler
 from dmuon_platform.tracked_run import TrackedRun, is_reachable
 from dmuon_platform.tracking_files import TrackingFiles
+from dmuon_platform.update_table import UPDATES_FILE
 
 EVERY_S = 1.0
 MOST_S = 15.0
@@ -36,6 +39,9 @@ DEAD_AFTER_S = 5.0
 """How long a server may not answer at the end before the drain leaves the rest for later."""
 ORPHANED_S = 20.0
 """For the last delivery when the driver is gone."""
+
+ENDINGS = {"FINISHED": State.FINISHED, "FAILED": State.FAILED, "KILLED": State.STOPPED}
+"""How a run ends, by the status that its tracker shows then."""
 
 _log = logging.getLogger("dmuon_platform.drain")
 
@@ -57,10 +63,18 @@ class Drain:
         self._tags: dict[str, str] = {}
         self._events_size = -1
         self._is_described = False
+        self._drawn: str | None = None
 
     def sample(self) -> None:
         """Note how busy the machine is, if it is time."""
         self._sampler.sample()
+
+    def draw(self) -> None:
+        """Draw a run that ends into its folder, whether or not a tracker hears of it."""
+        try:
+            self._draw()
+        except Exception:  # of a run that is over; `dmuon report` draws it too
+            _log.exception("could not draw the run")
 
     def deliver(self) -> bool:
         """Tell everything that is not told yet; return whether nothing is left.
@@ -184,16 +198,31 @@ class Drain:
         alias = self._description.model_alias
         self._delivered.model = register(self._tracked, export, name, alias, lineage)
 
+    def _draw(self) -> None:
+        status, _ = self._files.wanted()
+        mark = self._mark()
+        if status == "RUNNING" or self._drawn == mark:
+            return
+        from dmuon_platform.plots import draw_plots  # matplotlib, once, at the end
+        from dmuon_platform.report_page import write_report
+
+        draw_plots(self._run_dir)
+        write_report(self._run_dir, ended=(ENDINGS[status], self._files.problem()))
+        self._drawn = mark
+
+    def _mark(self) -> str:
+        """Return what pictures depend on: the sizes of the files that they are drawn from."""
+        names = (METRICS_FILE, UPDATES_FILE, EVENTS_FILE)
+        return " ".join(str(_size(self._run_dir / name)) for name in names)
+
     def _tell_plots(self) -> None:
         status, _ = self._files.wanted()
-        sizes = [_size(self._run_dir / name) for name in (METRICS_FILE, EVENTS_FILE)]
-        mark = " ".join(map(str, sizes))
+        mark = self._mark()
         if status == "RUNNING" or self._delivered.plots == mark:
             return
-        from dmuon_platform.plots import PLOTS_FOLDER, draw_plots  # matplotlib, once, at the end
-
-        for path in draw_plots(self._run_dir):
-            self._tracked.log_file(path, PLOTS_FOLDER)
+        self._draw()
+        self._tracked.log_folder(self._run_dir / PLOTS_FOLDER, PLOTS_FOLDER)
+        self._tracked.log_file(self._run_dir / REPORT_FILE, "report")
         self._delivered.plots = mark
 
     def _tell_status(self) -> None:
@@ -232,8 +261,9 @@ def serve(drain: Drain, orders: int) -> None:
         drain.sample()
         order = _order(orders, max(0.0, pause_s - (time.monotonic() - started)))
         if order is not None:
+            deadline = time.monotonic() + order
+            drain.draw()
             closing = time.monotonic()
-            deadline = closing + order
 
 
 def _order(orders: int, wait_s: float) -> float | None:

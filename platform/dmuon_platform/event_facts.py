@@ -15,6 +15,12 @@ def number(content: Content | None, key: str) -> float | None:
     return value if is_number else None
 
 
+def finite(content: Content | None, key: str) -> float | None:
+    """Return a number in plain data that is neither infinite nor NaN, None where there is none."""
+    value = number(content, key)
+    return value if value is not None and math.isfinite(value) else None
+
+
 def whole(content: Content | None, key: str) -> int | None:
     """Return a number in plain data without its fraction, None where there is none."""
     value = number(content, key)

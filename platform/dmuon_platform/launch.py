@@ -30,6 +30,7 @@ from dmuon_platform.git_state import git_state
 from dmuon_platform.model import hf_config
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
+from dmuon_platform.run_folder import REPORT_FILE
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
@@ -38,7 +39,7 @@ from dmuon_platform.stop_signals import StopSignals
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, Supervisor, unfinished_failures
-from dmuon_platform.tracking import Tracker, deliver_pending
+from dmuon_platform.tracking import Delivery, Tracker, deliver_pending
 from dmuon_platform.waiting import wait_for_room
 
 DATA_FOLDER = "data"
@@ -69,7 +70,7 @@ def _run(spec: JobSpec, console: Console) -> Summary:
     journal = Journal(spec.run_dir)
     finished = journal.last("finished")
     if finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps:
-        summary = Summary.from_dict(finished).delivered(deliver_pending(spec), spec.export.alias)
+        summary = _delivered(spec, Summary.from_dict(finished), deliver_pending(spec))
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
@@ -91,7 +92,7 @@ def _run(spec: JobSpec, console: Console) -> Summary:
             session.close()
             summary = _conclude(spec, info, journal, trained)
             delivery = tracker.finish("FINISHED")
-    summary = summary.delivered(delivery, spec.export.alias)
+    summary = _delivered(spec, summary, delivery)
     _say(console, summary.text())
     return summary
 
@@ -208,6 +209,10 @@ def _conclude(
     )
     journal.append("finished", **summary.to_dict())
     return summary
+
+
+def _delivered(spec: JobSpec, summary: Summary, delivery: Delivery) -> Summary:
+    return summary.delivered(delivery, spec.export.alias, spec.run_dir / REPORT_FILE)
 
 
 def _say(console: Console, text: str) -> None:

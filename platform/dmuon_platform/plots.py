@@ -1,64 +1,49 @@
-"""Pictures of a run: loss, throughput, learning rates, and how even the owners' work is.
+"""Pictures of a run: how it learns, how fast, where its time goes, and whether Muon is healthy.
 
-Drawn from the run's files, outside the training; with matplotlib's Agg, which needs no screen.
+Drawn from the run's files, outside the training.
 """
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from dmuon_platform.events import Journal
-from dmuon_platform.spool import MetricsSpool, Record
+from dmuon_platform.health import HALF_THE_DIRECTIONS
+from dmuon_platform.picture import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SERIES,
+    Picture,
+    axes_of,
+    finish,
+    plot,
+    tidy,
+    use_decades,
+)
+from dmuon_platform.run_folder import PLOTS_FOLDER
+from dmuon_platform.run_history import (
+    EVALUATION_LOSS,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    PER_OWNER,
+    SPAN,
+    STEP_S,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+    RunHistory,
+    read_history,
+)
+from dmuon_platform.wall_time import wall_time
 
-PLOTS_FOLDER = "plots"
-
-TRAIN_LOSS = "train/loss"
-EVALUATION_LOSS = "evaluation/loss"
-TOKENS_PER_S = "speed/tokens_per_s"
-LEARNING_RATE = "train/lr_"
-
-RECORDS_AT_ONCE = 1000
-MOST_POINTS = 2000
-"""Of a curve, wider than the picture; longer ones are shown by means of neighbours."""
-
-WIDTH, HEIGHT, DPI = 9.0, 4.5, 120
-"""Inches, and dots an inch."""
-
-BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#666666"
 MIB = 2**20
 
-Draw = Callable[[Figure, "_Run"], None]
-
-
-@dataclass
-class _Curve:
-    steps: "array[float]" = field(default_factory=lambda: array("d"))
-    values: "array[float]" = field(default_factory=lambda: array("d"))
-
-    def thinned(self) -> tuple[list[float], list[float]]:
-        """Return at most `MOST_POINTS` points, each the mean of its neighbours."""
-        size = -(-len(self.steps) // MOST_POINTS) or 1
-        return _means(self.steps, size), _means(self.values, size)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is drawn of a run."""
-
-    name: str
-    curves: Mapping[str, _Curve]
-    starts: Sequence[float]
-    """Steps at which it was started again."""
-    plan: Mapping[str, Any]
+NORM_MAX, NORM_MIN = "muon/spectral_norm_max", "muon/spectral_norm_min"
+ERROR_MEAN, ERROR_MAX = "muon/orthogonality_error_mean", "muon/orthogonality_error_max"
+CHANGE = "muon/update_to_weight_median"
 
 
 def draw_plots(run_dir: Path, folder: Path | None = None) -> list[Path]:
@@ -71,93 +56,92 @@ def draw_plots(run_dir: Path, folder: Path | None = None) -> list[Path]:
     Raises:
         OSError: They cannot be written.
     """
-    run = _read(run_dir)
+    run = read_history(run_dir)
     folder = run_dir / PLOTS_FOLDER if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
-    return [_draw(run, draw, folder / f"{name}.png") for name, draw in _worth_drawing(run)]
+    return [each.write(run, folder / f"{each.name}.png") for each in pictures_of(run)]
 
 
-def _worth_drawing(run: _Run) -> Iterator[tuple[str, Draw]]:
-    if TRAIN_LOSS in run.curves:
-        yield "loss", _draw_loss
-    if TOKENS_PER_S in run.curves:
-        yield "throughput", _draw_throughput
-    if any(key.startswith(LEARNING_RATE) for key in run.curves):
-        yield "learning_rates", _draw_learning_rates
-    if run.plan.get("bytes_per_owner") and run.plan.get("cost_per_owner"):
-        yield "ownership", _draw_ownership
+def pictures_of(run: RunHistory) -> Iterator[Picture]:
+    """Yield the pictures that there is something for."""
+    yield from (picture for picture in PICTURES if _has(run, picture))
 
 
-def _read(run_dir: Path) -> _Run:
-    curves: dict[str, _Curve] = {}
-    for record in _records(MetricsSpool(run_dir)):
-        for key, value in record.metrics.items():
-            if key.startswith((TRAIN_LOSS, EVALUATION_LOSS, TOKENS_PER_S, LEARNING_RATE)):
-                curve = curves.setdefault(key, _Curve())
-                curve.steps.append(record.step)
-                curve.values.append(value)
-    started = [e for e in Journal(run_dir).read() if e.get("kind") == "training_started"]
-    plans = [event["plan"] for event in started if isinstance(event.get("plan"), dict)]
-    starts = [event["step"] for event in started[1:] if isinstance(event.get("step"), int)]
-    return _Run(run_dir.name, curves, starts, plans[-1] if plans else {})
+def _has(run: RunHistory, picture: Picture) -> bool:
+    if picture is OWNERSHIP:
+        return all(run.plan.get(key) for key in PER_OWNER)
+    return bool(run.keys(picture.keys[0]))
 
 
-def _records(spool: MetricsSpool) -> Iterator[Record]:
-    """Yield all records without ever holding all of them."""
-    records, offset = spool.read_from(0, RECORDS_AT_ONCE)
-    while records:
-        yield from records
-        records, offset = spool.read_from(offset, RECORDS_AT_ONCE)
+def _draw_loss(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "loss, nats a token")
+    plot(axes, run.curves[TRAIN_LOSS], "training", BLUE)
+    if run.is_known(EVALUATION_LOSS):
+        style: Any = {"marker": "o", "markersize": 4.0}
+        plot(axes, run.curves[EVALUATION_LOSS], "held-out", ORANGE, **style)
+    finish(axes, run)
 
 
-def _draw(run: _Run, draw: Draw, path: Path) -> Path:
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure, run)
-    temporary = path.with_name(f".{path.name}")
-    try:
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return path
-
-
-def _draw_loss(figure: Figure, run: _Run) -> None:
-    axes = _axes(figure, run, "loss", "nats a token")
-    axes.plot(*run.curves[TRAIN_LOSS].thinned(), color=BLUE, linewidth=1.2, label="training")
-    if EVALUATION_LOSS in run.curves:
-        held_out = run.curves[EVALUATION_LOSS].thinned()
-        axes.plot(
-            *held_out, color=ORANGE, linewidth=1.2, marker="o", markersize=4, label="held-out"
-        )
-    _finish(axes, run)
-
-
-def _draw_throughput(figure: Figure, run: _Run) -> None:
-    axes = _axes(figure, run, "throughput", "tokens a second")
+def _draw_throughput(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "tokens a second")
     curve = run.curves[TOKENS_PER_S]
-    axes.plot(*curve.thinned(), color=BLUE, linewidth=0.8, alpha=0.7, label="each step")
+    plot(axes, curve, "each step", BLUE, linewidth=0.8)
     middle = median(curve.values)
     axes.axhline(middle, color=ORANGE, linewidth=1.2, label=f"median {middle:,.0f}")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    _finish(axes, run)
+    finish(axes, run)
 
 
-def _draw_learning_rates(figure: Figure, run: _Run) -> None:
-    axes = _axes(figure, run, "learning rates", "learning rate")
-    keys = sorted((key for key in run.curves if key.startswith(LEARNING_RATE)), reverse=True)
-    for key, color in zip(keys, (BLUE, ORANGE, GREY), strict=False):
-        label = key.removeprefix(LEARNING_RATE)
-        axes.plot(*run.curves[key].thinned(), color=color, linewidth=1.5, label=label)
+def _draw_learning_rates(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "learning rate")
+    keys = sorted(run.keys(LEARNING_RATE), reverse=True)
+    for key, color in zip(keys, SERIES, strict=False):
+        plot(axes, run.curves[key], key.removeprefix(LEARNING_RATE), color, linewidth=1.5)
     axes.set_ylim(bottom=0)
-    _finish(axes, run)
+    finish(axes, run)
 
 
-def _draw_ownership(figure: Figure, run: _Run) -> None:
-    figure.suptitle(f"{run.name}: what each owner has and does")
+def _draw_gradient(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "norm of the whole gradient")
+    plot(axes, run.curves[GRADIENT_NORM], "before clipping", BLUE, linewidth=0.9)
+    use_decades(axes)
+    finish(axes, run)
+
+
+def _draw_step_time(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "seconds a step")
+    steps, floor = None, None
+    for key, color in zip(run.keys(SPAN), SERIES, strict=False):
+        points = run.curves[key].thinned()
+        if steps is None or floor is None or len(steps) != len(points.steps):
+            steps, floor = points.steps, [0.0] * len(points.steps)
+        top = [low + mean for low, mean in zip(floor, points.means, strict=True)]
+        label = key.removeprefix(SPAN).removesuffix("_s").replace("_", " and ")
+        axes.fill_between(steps, floor, top, color=color, alpha=0.8, linewidth=0, label=label)
+        floor = top
+    if run.is_known(STEP_S):
+        points = run.curves[STEP_S].thinned()
+        axes.plot(points.steps, points.means, color=GREY, linewidth=0.8, label="whole step")
+    axes.set_ylim(bottom=0)
+    finish(axes, run)
+
+
+def _draw_goodput(figure: Figure, run: RunHistory) -> None:
+    axes = figure.add_subplot()
+    left = 0.0
+    for (label, seconds), color in zip(wall_time(run).parts().items(), SERIES, strict=True):
+        label = f"{label}: {seconds:,.1f} s"
+        axes.barh([0], [seconds], left=left, color=color, height=0.5, label=label)
+        left += seconds
+    axes.set(xlabel="seconds of wall time", yticks=[], ylim=(-0.5, 0.5), xlim=(0, left or 1))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    tidy(axes)
+    axes.spines["left"].set_visible(False)
+    figure.legend(frameon=False, fontsize=9, loc="outside upper left", ncols=2)
+
+
+def _draw_ownership(figure: Figure, run: RunHistory) -> None:
     sizes = [size / MIB for size in run.plan["bytes_per_owner"]]
     costs = run.plan["cost_per_owner"]
     mean = sum(costs) / len(costs) or 1
@@ -171,32 +155,126 @@ def _draw_ownership(figure: Figure, run: _Run) -> None:
         axes.axhline(level, color=ORANGE, linewidth=1.2, label="mean")
         axes.set(xlabel="owner rank", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        _tidy(axes)
+        tidy(axes)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center")
+    figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center")
 
 
-def _axes(figure: Figure, run: _Run, what: str, label: str) -> Axes:
-    axes = figure.add_subplot()
-    axes.set(title=f"{run.name}: {what}", xlabel="step", ylabel=label)
-    return axes
+def _draw_spectral_norm(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "largest singular value")
+    style: Any = {"marker": "o", "markersize": 3.0}
+    plot(axes, run.curves[NORM_MAX], "highest of all matrices", BLUE, **style)
+    plot(axes, run.curves[NORM_MIN], "lowest of all matrices", ORANGE, **style)
+    if run.updates is not None:
+        low, high = run.updates[1].band
+        axes.axhspan(low, high, color=GREY, alpha=0.15, linewidth=0, label="whole updates")
+        axes.set_ylim(top=max(1.2 * high, axes.get_ylim()[1]))
+    axes.set_ylim(bottom=0)
+    finish(axes, run)
 
 
-def _finish(axes: Axes, run: _Run) -> None:
-    for index, step in enumerate(run.starts):
-        label = f"started again ({len(run.starts)} x)" if index == 0 else None
-        axes.axvline(step, color=GREY, linewidth=1.0, linestyle="--", label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    _tidy(axes)
-    axes.legend(frameon=False)
+def _draw_orthogonality(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "orthogonality error")
+    style: Any = {"marker": "o", "markersize": 3.0}
+    plot(axes, run.curves[ERROR_MAX], "highest of all matrices", ORANGE, **style)
+    plot(axes, run.curves[ERROR_MEAN], "mean", BLUE, **style)
+    label = "half of the directions"
+    axes.axhline(HALF_THE_DIRECTIONS, color=GREY, linewidth=1.0, linestyle=":", label=label)
+    axes.set_ylim(bottom=0)
+    finish(axes, run)
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _draw_update_size(figure: Figure, run: RunHistory) -> None:
+    axes = axes_of(figure, "RMS of update over RMS of weight")
+    style: Any = {"marker": "o", "markersize": 3.0}
+    plot(axes, run.curves[CHANGE], "median of all matrices", BLUE, **style)
+    use_decades(axes)
+    finish(axes, run)
 
 
-def _means(values: Sequence[float], size: int) -> list[float]:
-    parts = [values[start : start + size] for start in range(0, len(values), size)]
-    return [sum(part) / len(part) for part in parts]
+LOSS = Picture(
+    "loss",
+    "Loss",
+    "Mean cross-entropy of a step's global batch, and of the held-out sequences.",
+    _draw_loss,
+    (TRAIN_LOSS, EVALUATION_LOSS),
+)
+THROUGHPUT = Picture(
+    "throughput",
+    "Throughput",
+    "Tokens of a step over its seconds; evaluation and saving are not in it.",
+    _draw_throughput,
+    (TOKENS_PER_S,),
+)
+LEARNING_RATES = Picture(
+    "learning_rates",
+    "Learning rates",
+    "Of Muon, before the factor for a matrix's shape, and of AdamW.",
+    _draw_learning_rates,
+    (LEARNING_RATE,),
+)
+GRADIENT = Picture(
+    "gradient_norm",
+    "Gradient norm",
+    "Over all parameters, before clipping; a logarithmic axis.",
+    _draw_gradient,
+    (GRADIENT_NORM,),
+)
+STEP_TIME = Picture(
+    "step_time",
+    "Where a step's time goes",
+    "Rank 0's spans on top of each other; above them, what lies between.",
+    _draw_step_time,
+    (SPAN,),
+    has_band=False,
+)
+GOODPUT = Picture(
+    "goodput",
+    "Where the wall time went",
+    "Of all launches together; goodput is the part in steps that count. Evaluation, saving, and "
+    "steps that were lost or done twice are in the rest.",
+    _draw_goodput,
+    (STEP_S,),
+    is_thinned=False,
+)
+OWNERSHIP = Picture(
+    "ownership",
+    "Balance of owners",
+    "What each owner keeps and computes, in the newest attempt.",
+    _draw_ownership,
+)
+SPECTRAL_NORM = Picture(
+    "spectral_norm",
+    "Spectral norm of updates",
+    "Of the orthogonalised updates, before the learning rate. The grey band is what Newton-Schulz "
+    "makes of every direction that the gradient has.",
+    _draw_spectral_norm,
+    (NORM_MAX, NORM_MIN),
+)
+ORTHOGONALITY = Picture(
+    "orthogonality",
+    "Orthogonality error of updates",
+    "Root mean square of sigma^2 - 1 over a matrix's singular values: 0 is orthogonal, 1 is no "
+    "update at all. At the dotted line half of the directions are missing.",
+    _draw_orthogonality,
+    (ERROR_MAX, ERROR_MEAN),
+)
+UPDATE_SIZE = Picture(
+    "update_size",
+    "Size of updates",
+    "How much of itself a matrix changes by in a step; a logarithmic axis.",
+    _draw_update_size,
+    (CHANGE,),
+)
+PICTURES = (
+    LOSS,
+    THROUGHPUT,
+    LEARNING_RATES,
+    GRADIENT,
+    STEP_TIME,
+    GOODPUT,
+    OWNERSHIP,
+    SPECTRAL_NORM,
+    ORTHOGONALITY,
+    UPDATE_SIZE,
+)

@@ -1,4 +1,4 @@
-"""``dmuon status | logs | stop | resume | runs | plot``: a run looked at and steered by its name.
+"""``dmuon status | logs | stop | resume | runs | plot | report``: a run looked at and steered.
 
 Everything here goes by the files under ``storage``, or by the job server of a Ray cluster with
 ``--address``. Only `resume` and the latter need Ray.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dmuon_platform import matplotlib_cache
+from dmuon_platform import matplotlib_cache, run_report
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
@@ -23,7 +23,7 @@ from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
-from dmuon_platform.run_report import plain, report, table
+from dmuon_platform.run_report import plain, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
 from dmuon_platform.spec import load_job
 from dmuon_platform.stop_request import StopFile, StopRequest
@@ -43,7 +43,9 @@ def status(arguments: argparse.Namespace) -> int:
     while True:
         run = _read(folder)
         now = time.time()
-        print(json.dumps(plain(run, now), indent=2) if arguments.json else report(run, now))
+        print(
+            json.dumps(plain(run, now), indent=2) if arguments.json else run_report.report(run, now)
+        )
         if not arguments.watch or run.state is not State.RUNNING:
             return run.exit_code
         print(flush=True)
@@ -171,6 +173,24 @@ def plot(arguments: argparse.Namespace) -> int:
             "that can be."
         ) from error
     print("\n".join(map(str, paths)) or f"{folder.name} has done no step yet: nothing to draw.")
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write a run's page, as far as it has come, and say where."""
+    folder = run_folder(arguments.run, arguments.storage)
+    matplotlib_cache.keep_in(folder / TRACKING_FOLDER)
+    try:
+        if arguments.out is not None and not arguments.out.parent.is_dir():
+            raise NotADirectoryError(f"there is no folder {arguments.out.parent}")
+        from dmuon_platform.report_page import write_report
+
+        print(write_report(folder, arguments.out))
+    except OSError as error:
+        raise PlatformError(
+            f"The report of {folder.name} cannot be written: {error}. --out names a file that can "
+            "be."
+        ) from error
     return 0
 
 

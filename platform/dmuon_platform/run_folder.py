@@ -11,6 +11,10 @@ from dmuon_platform.spec import load_job
 JOB_FILE = "job.toml"
 """The resolved job inside its run folder: what later launches are compared with."""
 
+PLOTS_FOLDER = "plots"
+
+REPORT_FILE = "report.html"
+
 RAY_FOLDER = "ray"
 """Ray's own folder inside a run: its snapshot, and pointers to our checkpoints."""
 

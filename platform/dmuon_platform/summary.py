@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 from dmuon_platform.tracking import Delivery
@@ -27,7 +28,7 @@ class Summary:
     steps_replayed_equal: int = 0
     steps_replayed_different: int = 0
     tracked: tuple[tuple[str, str], ...] = ()
-    """Where MLflow has it: labels and values for people. Not kept, since it may change."""
+    """Where it can be seen: labels and values for people. Not kept, since it may change."""
 
     @property
     def exit_code(self) -> int:
@@ -44,9 +45,10 @@ class Summary:
         """Return it as plain data."""
         return asdict(self)
 
-    def delivered(self, delivery: Delivery, alias: str) -> "Summary":
-        """Return it with what MLflow knows of the run."""
-        return replace(self, tracked=tuple(_tracked_lines(delivery, alias)))
+    def delivered(self, delivery: Delivery, alias: str, report: Path) -> "Summary":
+        """Return it with what MLflow knows of the run, and where its report is if there is one."""
+        there = [("report", str(report))] if report.exists() else []
+        return replace(self, tracked=(*there, *_tracked_lines(delivery, alias)))
 
     def text(self) -> str:
         """Return it as lines for people."""

@@ -87,21 +87,25 @@ class Tracker:
         if self._is_finished:
             return
         goes_on = error is None or exit_code_of(error) in SUBMIT_AGAIN
-        self.finish("KILLED" if goes_on else "FAILED")
+        problem = None if error is None else str(error) or type(error).__name__
+        self.finish("KILLED" if goes_on else "FAILED", problem=problem)
 
-    def finish(self, status: str, timeout_s: float = FINISH_S) -> Delivery:
+    def finish(
+        self, status: str, timeout_s: float = FINISH_S, *, problem: str | None = None
+    ) -> Delivery:
         """Deliver what is left, set the final status and end the drain.
 
         Args:
             status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
             timeout_s: For the delivery while the server answers.
+            problem: Why it has not finished, for its report.
         """
         if status not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
         self._is_finished = True
         drain, self._drain = self._drain, None
         try:
-            self._files.want(status, int(time.time() * 1000))
+            self._files.want(status, int(time.time() * 1000), problem)
         except OSError as error:
             warnings.warn(f"MLflow will not show how this run ended: {error}", stacklevel=2)
         try:

@@ -92,14 +92,20 @@ class TrackingFiles:
         except TypeError:
             return None
 
-    def want(self, status: str, end_time_ms: int | None = None) -> None:
-        """Write the status the tracker should show in the end."""
-        self._write("status.json", {"status": status, "end_time_ms": end_time_ms})
+    def want(self, status: str, end_time_ms: int | None = None, problem: str | None = None) -> None:
+        """Write the status the tracker should show in the end, and why if it is not finished."""
+        content = {"status": status, "end_time_ms": end_time_ms, "problem": problem}
+        self._write("status.json", content)
 
     def wanted(self) -> tuple[str, int | None]:
         """Read the wanted status and when the run ended."""
         content = self._read("status.json")
         return content.get("status", "RUNNING"), content.get("end_time_ms")
+
+    def problem(self) -> str | None:
+        """Read why the run has not finished."""
+        problem = self._read("status.json").get("problem")
+        return None if problem is None else str(problem)
 
     def save(self, delivered: Delivered) -> None:
         """Write how far the tracker has been told."""

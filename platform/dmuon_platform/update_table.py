@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from dmuon_platform.event_facts import number, whole
+
 if TYPE_CHECKING:
     from dmuon import UpdateStatistics
 
@@ -106,9 +108,10 @@ class UpdateTable:
 
 def _rows(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, UpdateRow]]:
     for name, values in found.items():
-        if set(values) == set(_FIELDS):
-            sides = int(values["rows"]), int(values["columns"])
-            yield name, UpdateRow(*sides, *(values[field] for field in _FIELDS[2:]))
+        sides = [whole(values, field) for field in _FIELDS[:2]]
+        numbers = [number(values, field) for field in _FIELDS[2:]]
+        if None not in (*sides, *numbers):
+            yield name, UpdateRow(*sides, *numbers)  # type: ignore[arg-type]  # none is None
 
 
 def _largest(values: Iterable[float]) -> float:

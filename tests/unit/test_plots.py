@@ -12,7 +12,11 @@ from dmuon_platform.plots import draw_plots
 from dmuon_platform.spool import MetricsSpool
 from matplotlib.image import imread
 
-PLAN = {"bytes_per_owner": [2**20, 2**21], "cost_per_owner": [10, 12]}
+PLAN = {
+    "bytes_per_owner": [2**20, 2**21],
+    "cost_per_owner": [10, 12],
+    "num_matrices_per_owner": [1, 2],
+}
 
 
 def train(folder: Path, first: int, last: int, loss: float = 0.0) -> None:
