@@ -215,7 +215,7 @@ def _of_gradient(history: RunHistory) -> Iterator[Finding]:
         )
     elif not missing:
         yield Finding(
-            Grade.GOOD, f"The gradient norm stayed below {most:.3g}; its median is {middle:.3g}."
+            Grade.GOOD, f"The gradient norm is {middle:.3g} (median), and {most:.3g} at most."
         )
 
 

@@ -134,12 +134,11 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
             held_out += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
         yield f"{held_out} (step {run.evaluation['step']:.0f})."
     count = restarts_of(history.events)
-    causes = [f"after step {each.step}, {each.cause}" for each in run.restarts[-1:]]
-    if count:
-        newest = f"; the newest {causes[0].rstrip('.')}" if causes else ""
-        yield f"The training was started again {count} times{newest}."
-    else:
-        yield "It was never started again."
+    how_often = "once" if count == 1 else f"{count:,} times" if count else "never"
+    yield f"The training was started again {how_often}."
+    if count and run.restarts:
+        newest = run.restarts[-1]
+        yield f"Newest cause, after step {newest.step}: {newest.cause.rstrip('.')}."
     if times.goodput is not None:
         yield f"Goodput is {100 * times.goodput:.0f} %, the part of that time in steps that count."
 
@@ -147,7 +146,8 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
 def _tiles(
     run: RunState, history: RunHistory, times: WallTime, spec: JobSpec | None
 ) -> Iterator[tuple[str, str]]:
-    yield "steps", f"{run.step:,}" + ("" if run.num_steps is None else f" / {run.num_steps:,}")
+    of = "" if run.num_steps is None else f" of {run.num_steps:,}"
+    yield f"steps{of}", f"{run.step:,}"
     if spec is not None:
         yield "tokens", f"{run.step * spec.tokens_per_step:,}"
     if (loss := run.metrics.get(TRAIN_LOSS)) is not None:
@@ -155,7 +155,7 @@ def _tiles(
     if (loss := run.evaluation.get("evaluation/loss")) is not None:
         yield "held-out loss", f"{loss:.4f}"
     if history.is_known(TOKENS_PER_S):
-        yield "tokens a second, median", f"{median(history.curves[TOKENS_PER_S].values):,.0f}"
+        yield "tokens/s, median", f"{median(history.curves[TOKENS_PER_S].values):,.0f}"
     if times.goodput is not None:
         yield "goodput", f"{100 * times.goodput:.1f} %"
     yield "restarts", str(restarts_of(history.events))
@@ -204,7 +204,7 @@ def _tables(run: RunState, history: RunHistory, spec: JobSpec | None) -> Iterato
             "its largest singular value; <b>orthogonality error</b>, the Frobenius norm of "
             "O O<sup>T</sup> - I on the smaller side m, over the square root of m. 0 is "
             "orthogonal, 1 is no update. Newton-Schulz brings the singular values of all "
-            "directions in which the gradient has something to between "
+            "directions that the gradient has to between "
             f"{found.band[0]:.2f} and {found.band[1]:.2f}, by its own polynomial (arXiv "
             "2505.16932).</p>"
         )

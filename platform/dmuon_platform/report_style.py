@@ -59,8 +59,9 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+th.number { white-space: normal; vertical-align: bottom; }
 td { overflow-wrap: break-word; }
-tr:last-child td { border-bottom: 0; }
+tr:last-child td, tr:last-child th { border-bottom: 0; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 code, .name { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: .87em; }
 .name { white-space: nowrap; }

@@ -65,8 +65,33 @@ def test_the_registered_version_tells_its_origin_and_the_run_has_pictures(refere
     for tag in ("weights_sha256", "dataset.digest", "spec_digest", "git.commit"):
         assert version.tags.get(tag) == tracked.data.tags.get(tag)
     assert {"weights_sha256", "dataset.digest", "spec_digest"} <= version.tags.keys()
-    plots = {Path(each.path).name for each in client.list_artifacts(tracked.info.run_id, "plots")}
-    assert plots == {"loss.png", "throughput.png", "learning_rates.png", "ownership.png"}
+    plots = {Path(each.path).stem for each in client.list_artifacts(tracked.info.run_id, "plots")}
+    assert plots == {
+        *("loss", "throughput", "learning_rates", "gradient_norm", "step_time", "goodput"),
+        *("ownership", "spectral_norm", "orthogonality", "update_size"),
+    }
+
+
+def test_the_report_at_the_end_and_in_mlflow_has_the_numbers_of_the_run(reference, tracking):
+    run, _ = reference
+    client, tracked = tracking
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    kept = client.download_artifacts(tracked.info.run_id, "report/report.html")
+    assert Path(kept).read_text(encoding="utf-8") == page
+    newest = run.metrics()[driver.STEPS]
+    assert f"<b>{newest['train/loss']:.4f}</b><span>training loss" in page
+    assert f"<b>{newest['evaluation/loss']:.4f}</b><span>held-out loss" in page
+    assert 'good">finished' in page
+    plan = run.events("training_started")[0]["plan"]
+    assert page.count('<span class="name">') == sum(plan["num_matrices_per_owner"])
+    looks = {line["step"]: line["metrics"] for line in run.lines("updates.jsonl")}
+    assert list(looks) == [1, driver.STEPS]
+    for key, value in looks[driver.STEPS].items():
+        if key.endswith("/spectral_norm"):
+            assert f">{value:.3f}</td>" in page
+    told = client.get_metric_history(tracked.info.run_id, "muon/spectral_norm_max")
+    assert [point.step for point in told] == [1, driver.STEPS]
+    assert "Muon and training: not healthy" not in page
 
 
 def test_the_guide_names_everything_in_the_folder_of_a_run(reference):

@@ -94,7 +94,7 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     newest = next(MetricsSpool(run).newest_first(STEPS)).metrics
     for told in (
-        f"{STEPS} / {STEPS}",
+        f"steps of {STEPS}",
         f"{STEPS * 32 * 128:,}",
         f"{newest['train/loss']:.4f}",
         f"{newest['evaluation/loss']:.4f}",
@@ -104,7 +104,8 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
     assert "finished" in page.texts
     assert "Muon and training: healthy" in page.texts
     assert "1 x 2 (replicate x shard), 2 workers" in page.texts
-    assert "The training was started again 1 times" in page.text
+    cause = "Newest cause, after step 30: rank 1 <died> & was 'gone'."
+    assert f"The training was started again once. {cause}" in page.text
     assert "All 10 repeated steps had the same numbers bit for bit." in page.texts
 
     rows = page.tables[f"Updates of the matrices at step {STEPS}"][1:]
