@@ -22,6 +22,8 @@ def test_errors_that_come_back_end_the_run_which_goes_on_from_what_is_whole(
     restarted = run.events("restarted")
     assert 1 <= len(restarted) <= 2, "the step is told by the newest metric, which may be behind"
     assert not any(each["is_loss"] for each in restarted)
+    assert "The run failed: " in (report := (run.folder / "report.html").read_text())
+    assert "injected" in report
 
     checkpoints = run.folder / "checkpoints"
     cut = max((checkpoints / "step-00000030").glob("*.safetensors"))
@@ -32,10 +34,12 @@ def test_errors_that_come_back_end_the_run_which_goes_on_from_what_is_whole(
     assert code == 86, output
     assert run.events("training_started")[-1]["step"] == 10, "the newest that is whole"
     assert "step-00000030" in output
+    assert "The run failed: Step 15 diverged" in (run.folder / "report.html").read_text()
     assert cut.exists(), "what is damaged is never deleted"
 
     code, output = driver.run("run", run.job, *driver.settings(f"tracking.uri={DEAD_SERVER}"))
     assert code == 0, output
     assert run.events("training_started")[-1]["step"] == 10, "nothing after it was good"
     assert run.results() == undisturbed.results()
+    assert 'good">finished' in (run.folder / "report.html").read_text(), "without a tracker too"
     assert all(not replay["replay"] for replay in run.replays())
