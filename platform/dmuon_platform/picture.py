@@ -74,7 +74,7 @@ class Picture:
     is_thinned: bool = True
 
     def write(self, run: RunHistory, path: Path) -> Path:
-        """Write it as a PNG that is there as a whole or not at all.
+        """Write it as a PNG.
 
         Raises:
             OSError: It cannot be written.
@@ -82,14 +82,7 @@ class Picture:
         with matplotlib.rc_context(_STYLE):
             figure = self._figure(run)
             figure.suptitle(f"{run.name}: {self.title.lower()}", fontsize=12)
-            FigureCanvasAgg(figure)
-            temporary = path.with_name(f".{path.name}")
-            try:
-                figure.savefig(temporary, format="png", dpi=DPI)
-                temporary.replace(path)
-            finally:
-                with suppress(OSError):
-                    temporary.unlink()
+            save(figure, path)
         return path
 
     def markup(self, run: RunHistory) -> str:
@@ -119,6 +112,22 @@ class Picture:
             rest = rest.replace(color, value)
         label = f'role="img" aria-label="{self.title}"'
         return f"<svg {box[0] if box else ''} {label}>{rest.strip()}"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG that is there as a whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    FigureCanvasAgg(figure)
+    temporary = path.with_name(f".{path.name}")
+    try:
+        figure.savefig(temporary, format="png", dpi=DPI)
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def axes_of(figure: Figure, label: str) -> Axes:

@@ -6,10 +6,9 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dmuon_platform.plots import BLUE, DPI, GREY, HEIGHT, ORANGE, WIDTH
+from dmuon_platform.picture import BLUE, DPI, GREY, HEIGHT, ORANGE, WIDTH, save
 from dmuon_platform.sweep.grid import Grid
 from dmuon_platform.sweep.outcome import Row
 
@@ -23,7 +22,6 @@ def draw_sweep(title: str, rows: Sequence[Row], grids: Sequence[Grid], path: Pat
         Whether there was anything to draw: a grid with numbers along one axis.
     """
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     lines = [line for number, grid in enumerate(grids) for line in _lines(rows, number, grid)]
     for (label, points), color in zip(lines, cycle(COLORS), strict=False):
@@ -37,13 +35,7 @@ def draw_sweep(title: str, rows: Sequence[Row], grids: Sequence[Grid], path: Pat
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    temporary = path.with_name(f".{path.name}")
-    try:
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    save(figure, path)
     return True
 
 
