@@ -150,7 +150,8 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
     other = None
     if (folder / _KEPT).exists():
         _remember(folder / _KEPT)  # as those that it is compared with
-        other = _seconds(lambda: ways[0].load(folder / _KEPT))
+        loads = [_seconds(lambda: ways[0].load(folder / _KEPT)) for _ in range(1 + plan.rounds)]
+        other = statistics.median(loads[1:])
     else:
         ways[0].save(folder / _KEPT)
     return {"timed": timed, "load_other_mesh_s": other}
