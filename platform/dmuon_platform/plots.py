@@ -41,6 +41,8 @@ from dmuon_platform.wall_time import wall_time
 
 MIB = 2**20
 
+MOST_BARS = 128
+
 NORM_MAX, NORM_MIN = "muon/spectral_norm_max", "muon/spectral_norm_min"
 ERROR_MEAN, ERROR_MAX = "muon/orthogonality_error_mean", "muon/orthogonality_error_max"
 CHANGE = "muon/update_to_weight_median"
@@ -151,10 +153,14 @@ def _draw_ownership(figure: Figure, run: RunHistory) -> None:
     }
     left, right = figure.subplots(1, 2)
     for axes, (label, (values, level)) in zip((left, right), bars.items(), strict=True):
-        axes.bar(range(len(values)), values, color=BLUE, width=0.8)
+        if len(values) <= MOST_BARS:
+            axes.bar(range(len(values)), values, color=BLUE, width=0.8)
+        else:  # thousands of rectangles would take long to draw, and to show
+            edges = [place - 0.5 for place in range(len(values) + 1)]
+            axes.stairs(values, edges, fill=True, color=BLUE)
         axes.axhline(level, color=ORANGE, linewidth=1.2, label="mean")
         axes.set(xlabel="owner rank", ylabel=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         tidy(axes)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center")

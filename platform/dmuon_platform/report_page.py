@@ -134,8 +134,8 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
             held_out += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
         yield f"{held_out} (step {run.evaluation['step']:.0f})."
     count = restarts_of(history.events)
-    how_often = "once" if count == 1 else f"{count:,} times" if count else "never"
-    yield f"The training was started again {how_often}."
+    how_often = "started again once" if count == 1 else f"started again {count:,} times"
+    yield f"The training was {how_often if count else 'never started again'}."
     if count and run.restarts:
         newest = run.restarts[-1]
         yield f"Newest cause, after step {newest.step}: {newest.cause.rstrip('.')}."

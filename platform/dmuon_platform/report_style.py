@@ -42,8 +42,8 @@ p { margin: .5rem 0; max-width: 80ch; }
   display: grid; grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)); gap: .7rem;
   margin: 1.2rem 0;
 }
-.tile { padding: .7rem .9rem; }
-.tile b { display: block; font-size: 1.3rem; line-height: 1.3; overflow-wrap: anywhere; }
+.tile { padding: .7rem .7rem; }
+.tile b { display: block; font-size: 1.1rem; line-height: 1.3; overflow-wrap: anywhere; }
 .tile span { color: var(--soft); font-size: .87rem; }
 .pictures {
   display: grid; gap: .9rem;
