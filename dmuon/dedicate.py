@@ -73,6 +73,8 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     """
     _check_arguments(model, predicate, mp_policy, hook_boundary_predicate, splits)
     check_packing(packing)
+    if not isinstance(timeout, timedelta | None):
+        raise SetupError(f"timeout must be a datetime.timedelta or None, got {timeout!r}")
     meshes.check_mesh(mesh, replicate_mesh)
     owner_map = meshes.make_owner_map(mesh, replicate_mesh, timeout or meshes.default_timeout(mesh))
     dedication = Dedication(

@@ -62,7 +62,10 @@ class StateDictError(DMuonError, ValueError):
         self.problems = problems
         shown = "\n  ".join(problems[:20])
         rest = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
-        super().__init__(f"{what} does not fit this model, nothing was loaded:\n  {shown}{rest}")
+        super().__init__(
+            f"{what} does not fit this model, nothing was loaded; give one of such a model:"
+            f"\n  {shown}{rest}"
+        )
 
     def __reduce__(self) -> tuple[type["StateDictError"], tuple[str, list[str]]]:
         return type(self), (self.what, self.problems)
@@ -89,4 +92,5 @@ class DamagedCheckpointError(CheckpointError):
     """A folder or file that is not whole, or no longer what was written."""
 
     def __str__(self) -> str:
-        return f"{self.path} is not a whole checkpoint: {self.reason}"
+        what = f"{self.path} is not a whole checkpoint: {self.reason}"
+        return f"{what}; use another one, or copy it again"

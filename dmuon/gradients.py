@@ -66,8 +66,8 @@ def clip_grad_norm_(
         NonFiniteGradientError: on every rank, naming the parameters; gradients stay as they are.
     """
     dedication = _dedication_of(model_or_optimizer)
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
+    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
+        raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")
     engine = dedication.engine
     engine.settle_gradients()
     engine.order.note_settings(max_norm if isinstance(max_norm, int | float) else None)

@@ -1,8 +1,9 @@
 """Parameter groups of ``dmuon.Muon``: checked settings, equal on every rank."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ MUON_KEYS = (
 )
 ADAMW_KEYS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 _ADAMW_NUMBERS = ("betas", "eps")
+_AT_LEAST_0 = ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "adamw_eps")
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(_AT_LEAST_0, ("of at least 0", lambda value: 0 <= value < math.inf)),
+    "momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "eps": ("above 0", lambda value: value > 0),
+}
+"""Settings that are one number: the rule in words, and whether it holds."""
 _ADAMW_SWITCHES = {
     "amsgrad": False,
     "maximize": False,
@@ -54,6 +62,9 @@ def make_groups(
         SetupError: for an unknown setting, a setting out of range, or a parameter that is unknown
             or in two groups.
     """
+    if not isinstance(overrides, Sequence | None) or isinstance(overrides, str):
+        kind = type(overrides).__name__
+        raise SetupError(f"param_groups must be a list of dictionaries, got {kind}")
     left = dict(named.all)
     groups: list[Group] = []
     for index, override in enumerate(overrides or ()):
@@ -134,12 +145,7 @@ def _names_of(
 def _split(
     names: Sequence[str], named: Named, settings: Mapping[str, Any], where: str
 ) -> list[Group]:
-    try:
-        _check(settings, where)
-    except SetupError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise SetupError(f"{where}: a setting is of the wrong type: {error}") from error
+    _check(settings, where)
     muon = [name for name in names if name in named.dedicated]
     adamw = [name for name in names if name in named.symmetric]
     groups: list[Group] = []
@@ -156,20 +162,25 @@ def _split(
 
 
 def _check(settings: Mapping[str, Any], where: str) -> None:
-    for key in ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "adamw_eps"):
-        if not 0 <= float(settings[key]) < math.inf:
-            raise SetupError(f"{where}: {key} must be at least 0, got {settings[key]!r}")
-    if not 0 <= settings["momentum"] < 1:
-        raise SetupError(f"{where}: momentum must be in [0, 1), got {settings['momentum']!r}")
-    if not settings["eps"] > 0:
-        raise SetupError(f"{where}: eps must be above 0, got {settings['eps']!r}")
+    for key, (rule, holds) in _NUMBERS.items():
+        if not holds(_number(settings[key])):
+            raise SetupError(f"{where}: {key} must be a number {rule}, got {settings[key]!r}")
+    betas = settings["adamw_betas"]
+    are_two = isinstance(betas, Sequence) and len(betas) == 2
+    if not are_two or not all(0 <= _number(beta) < 1 for beta in betas):
+        raise SetupError(f"{where}: adamw_betas must be two numbers in [0, 1), got {betas!r}")
     _check_choices(settings, where)
 
 
+def _number(value: object) -> float:
+    """A setting as a number; NaN, which no rule takes, for what is none."""
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return float(value) if is_scalar or isinstance(value, Real) else math.nan  # type: ignore[arg-type]
+
+
 def _check_choices(settings: Mapping[str, Any], where: str) -> None:
-    betas = settings["adamw_betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise SetupError(f"{where}: adamw_betas must be two numbers in [0, 1), got {betas!r}")
+    if settings["nesterov"] not in (True, False):
+        raise SetupError(f"{where}: nesterov must be True or False, got {settings['nesterov']!r}")
     if settings["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise SetupError(
             f"{where}: adjust_lr_fn must be one of {ADJUST_LR_FNS}, "

@@ -30,10 +30,10 @@ def get_owned_params(model: nn.Module, rank: int | None = None) -> dict[str, nn.
     """
     dedication = dedications.of(model)
     owner = dedication.owner_map.rank if rank is None else rank
-    if not 0 <= owner < dedication.owner_map.num_owners:
+    if owner not in range(dedication.owner_map.num_owners):
         raise ValueError(
             f"rank must be in [0, {dedication.owner_map.num_owners}), the ranks of the mesh, "
-            f"got {rank}"
+            f"got {rank!r}"
         )
     return {param.name: param.param for param in dedication.params if param.owner == owner}
 

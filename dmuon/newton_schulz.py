@@ -9,7 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal, TypeVar
+from numbers import Real
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -89,15 +90,17 @@ def newton_schulz(
         ``(..., M, N)`` in the dtype of the arithmetic.
 
     Raises:
-        ValueError: for fewer than two dimensions, no steps, malformed coefficients, or another
-            form.
+        ValueError: for fewer than two dimensions, complex numbers, no steps, malformed
+            coefficients, or another form.
     """
     if not isinstance(matrix, torch.Tensor) or matrix.ndim < 2 or 0 in matrix.shape[-2:]:
         raise ValueError(f"newton_schulz needs a matrix (..., M, N), got {_shape_of(matrix)}")
     schedule = coefficient_schedule(coefficients, steps)
     rows, columns = matrix.shape[-2:]
     form = _form(form, rows, columns, schedule)
-    dtype = dtype or default_dtype(matrix.device)
+    dtype = _dtype(matrix, dtype)
+    if not eps > 0:
+        raise ValueError(f"eps must be above 0, got {eps!r}")
     X = _divided_by_norm(matrix.to(torch.promote_types(matrix.dtype, dtype)), eps).to(dtype)
     if rows > columns:
         X = X.mT
@@ -208,6 +211,16 @@ def restart_blocks(schedule: Sequence[Triple]) -> list[list[Triple]]:
     return blocks
 
 
+def _dtype(matrix: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if matrix.is_complex():
+        raise ValueError(f"newton_schulz needs real numbers, got {matrix.dtype}")
+    if dtype is None:
+        return default_dtype(matrix.device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    return dtype
+
+
 def _shape_of(value: object) -> object:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
@@ -234,10 +247,11 @@ def coefficient_schedule(coefficients: Coefficients, steps: int) -> list[Triple]
             f"ns_coefficients must be one (a, b, c), or one a step; got {coefficients!r}"
         )
     is_single = len(coefficients) == 3 and all(isinstance(c, int | float) for c in coefficients)
-    triples = [coefficients] if is_single else list(coefficients)
+    triples: list[Any] = [coefficients] if is_single else list(coefficients)
     checked: list[Triple] = []
     for triple in triples:
-        if not isinstance(triple, Sequence) or len(triple) != 3:
+        is_triple = isinstance(triple, Sequence) and len(triple) == 3
+        if not is_triple or not all(isinstance(value, Real) for value in triple):
             raise ValueError(
                 f"ns_coefficients must be one (a, b, c), or one a step; got the entry {triple!r}"
             )

@@ -110,7 +110,10 @@ def dedication_of(model: nn.Module, optimizer: Muon) -> Dedication:
     """
     dedication = dedications.of(model)
     if not isinstance(optimizer, Muon) or optimizer.dedication is not dedication:
-        raise SetupError("this optimizer is not the dmuon.Muon that was built for this model")
+        raise SetupError(
+            f"this {type(optimizer).__name__} is not the dmuon.Muon that was built for this model; "
+            "give the model and its own dmuon.Muon(model, ...)"
+        )
     return dedication
 
 

@@ -78,8 +78,10 @@ def export_weights(
         DamagedCheckpointError: the checkpoint is not whole.
         OSError: such as on a full disk; nothing is left of the target.
     """
-    if max_shard_bytes < 1:
-        raise SetupError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise SetupError(
+            f"max_shard_bytes must be a whole number of at least 1, got {max_shard_bytes!r}"
+        )
     target = local_path(target)
     _check_unused(target)
     source = _open(path)

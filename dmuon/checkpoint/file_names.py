@@ -4,10 +4,23 @@ import os
 import re
 from pathlib import Path, PureWindowsPath
 
-from dmuon.errors import CheckpointError, DamagedCheckpointError
+from dmuon.errors import CheckpointError, DamagedCheckpointError, SetupError
 
 _LONGEST = 255  # bytes, on most file systems
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two; C:/ is none
+
+
+def given_path(path: str | os.PathLike[str]) -> Path:
+    """A path that was given, relative to the folder of the process.
+
+    Raises:
+        SetupError: it is none, or empty, which would be that folder itself.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise SetupError(
+            f"the path of a checkpoint must be text or a pathlib.Path, and not empty, got {path!r}"
+        )
+    return Path(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -15,14 +28,16 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: it is a URL.
+        SetupError: it is no path, or empty.
     """
+    given = given_path(path)
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
-            Path(path),
+            given,
             "it is a URL, but checkpoints are written and read in folders alone; mount that "
             "storage, or copy between it and a folder: dmuon checkpoint copy SOURCE TARGET",
         )
-    return Path(path)
+    return given
 
 
 def check_plain(name: str) -> None:

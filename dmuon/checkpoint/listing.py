@@ -86,8 +86,8 @@ def list_checkpoints(
         ValueError: ``newest`` is less than 1.
         CheckpointError: there is no such folder, or it is itself a checkpoint.
     """
-    if newest is not None and newest < 1:
-        raise ValueError(f"newest must be at least 1, not {newest}")
+    if newest is not None and (type(newest) is not int or newest < 1):
+        raise ValueError(f"newest must be a whole number of at least 1, got {newest!r}")
     folder = local_path(folder)
     if not folder.is_dir():
         what = "it is no folder" if folder.exists() else "there is no such folder"

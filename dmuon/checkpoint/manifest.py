@@ -11,7 +11,7 @@ from typing import Any
 from dmuon.checkpoint import fields
 from dmuon.checkpoint.durable_file import write_file
 from dmuon.checkpoint.facts import FileFacts, TensorFacts
-from dmuon.checkpoint.file_names import check_plain, file_in
+from dmuon.checkpoint.file_names import check_plain, file_in, local_path
 from dmuon.checkpoint.plain_json import decode, encode, parse
 from dmuon.errors import CheckpointError, DamagedCheckpointError
 from dmuon.layout import Split
@@ -248,15 +248,18 @@ def _is_unreleased(text: str) -> bool:
     return is_versioned and "format" not in content and "attempt" in content
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a checkpoint folder.
 
     Raises:
         DamagedCheckpointError: there is none, or it is not what was written.
         CheckpointError: it is of a newer or another format.
     """
+    folder = local_path(folder)
     if not os.path.lexists(folder / MANIFEST_FILE):
-        what = "so writing it was never finished" if folder.is_dir() else "as there is no folder"
+        what = "as there is no folder"
+        if folder.is_dir():
+            what = "so it is none, or writing it was never finished"
         raise DamagedCheckpointError(folder, f"it has no {MANIFEST_FILE}, {what}")
     path = file_in(folder, MANIFEST_FILE)
     try:

@@ -33,9 +33,11 @@ class PickledFile:
             is_mappable = zipfile.is_zipfile(path)  # not so before torch 1.6
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
         except Exception as error:  # torch raises many kinds, for damage and for what is refused
-            first_line = str(error).partition("\n")[0]
-            reason = f"it is damaged, or holds more than tensors, which is not run: {first_line}"
-            raise CheckpointError(path, f"{reason}; convert it to safetensors") from error
+            raise CheckpointError(
+                path,
+                "it is damaged, or holds more than tensors, which is not run; where it was made, "
+                "save model.state_dict() alone, or as safetensors",
+            ) from error
         self.module_state: dict[str, Any] = {}
         """What ``get_extra_state`` of modules returned beside tensors, as plain data."""
         self._tensors = self._checked(content)
@@ -53,7 +55,10 @@ class PickledFile:
 
     def _checked(self, content: object) -> dict[str, Tensor]:
         if not isinstance(content, dict):
-            raise CheckpointError(self.path, f"it holds a {type(content).__name__}, no state dict")
+            raise CheckpointError(
+                self.path,
+                f"it holds a {type(content).__name__}, no state dict; save model.state_dict()",
+            )
         size = self.path.stat().st_size
         tensors: dict[str, Tensor] = {}
         for name, tensor in content.items():

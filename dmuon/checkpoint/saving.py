@@ -34,7 +34,7 @@ from dmuon.checkpoint.content import (
     ShardedEntry,
     content_of,
 )
-from dmuon.checkpoint.file_names import check_plain, local_path
+from dmuon.checkpoint.file_names import check_plain, given_path, local_path
 from dmuon.checkpoint.gathering import contributions
 from dmuon.checkpoint.handle import SaveHandle
 from dmuon.checkpoint.index_file import INDEX_FILE
@@ -125,7 +125,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.SAVE_CHECKPOINT)
     given = _Given(path, step, extra or {}, files or {}, timeout)
-    folder = Path(path).absolute()  # the process may go elsewhere while it is written
+    folder = given_path(path).absolute()  # the process may go elsewhere while it is written
     work = _prepare(folder, dedication, optimizer, given, is_beside=async_save)
     lane = _lane_of(dedication)
     handle = SaveHandle(folder, work.snapshot, after=None if work.group is None else lane.last)
@@ -233,7 +233,7 @@ def _make_ready(
     ready = Ready()
     try:
         local_path(given.path)
-        _check_timeout(given.timeout)
+        _check_given(given)
         _check_tensors(dedication, content)
         ready.head = _head(dedication, optimizer, content, given)
         ready.files = dict(given.files)
@@ -241,13 +241,27 @@ def _make_ready(
             _check_file(name, data)
         ready.begun = begin(folder, ready.files)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        ready.problem = f"it cannot be written: {error}"
+        ready.problem = f"it cannot be written: {_reason(error)}"
     return ready
 
 
-def _check_timeout(timeout: object) -> None:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}")
+def _reason(error: Exception) -> str:
+    """What to tell of an error beside the path, which `CheckpointError` names."""
+    if isinstance(error, CheckpointError):
+        return error.reason
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}; give a path that all ranks can write, with room there"
+    return str(error)
+
+
+def _check_given(given: _Given) -> None:
+    if not isinstance(given.timeout, timedelta) or given.timeout <= timedelta():
+        raise ValueError(f"timeout must be a positive datetime.timedelta, got {given.timeout!r}")
+    if given.step is not None and (type(given.step) is not int or given.step < 0):
+        raise ValueError(f"step must be a whole number of at least 0, got {given.step!r}")
+    for name, value in (("extra", given.extra), ("files", given.files)):
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{name} must be a dictionary by text, got {value!r:.100}")
 
 
 def _check_tensors(dedication: Dedication, content: Content) -> None:
@@ -264,7 +278,7 @@ def _check_tensors(dedication: Dedication, content: Content) -> None:
 def _check_file(name: str, data: object) -> None:
     check_plain(name)
     if name in (MANIFEST_FILE, INDEX_FILE) or name.endswith(".safetensors"):
-        raise ValueError(f"the file {name} of yours has the name of one of its own")
+        raise ValueError(f"the file {name} of yours has the name of one of its own; rename it")
     if not isinstance(data, bytes):
         raise TypeError(f"the file {name} must be given as bytes, not {type(data).__name__}")
 

@@ -99,13 +99,17 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
-        raise CheckpointError(path, "there is no such file or folder")
+        raise CheckpointError(
+            path, "there is no such file or folder; give a checkpoint, or a file of weights"
+        )
     if path.suffix == ".safetensors":
         return FilesSource.of_one(path, TensorFile)
     if path.suffix in _PICKLED_ENDINGS:
         return FilesSource.of_one(path, PickledFile)
     endings = ", ".join((".safetensors", *_PICKLED_ENDINGS))
-    raise CheckpointError(path, f"it is neither a folder nor a file ending in {endings}")
+    raise CheckpointError(
+        path, f"it is neither a folder nor a file ending in {endings}; give one of these"
+    )
 
 
 def _open_folder(folder: Path) -> Source:
@@ -122,7 +126,9 @@ def _open_folder(folder: Path) -> Source:
         if (folder / index).is_file():
             return FilesSource(folder, _indexed(folder, folder / index), open_file)
     looked_for = (MANIFEST_FILE, _SAFETENSORS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
-    raise CheckpointError(folder, f"it has no weights: none of {', '.join(looked_for)}")
+    raise CheckpointError(
+        folder, f"it has no weights: none of {', '.join(looked_for)}; give the folder they are in"
+    )
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:

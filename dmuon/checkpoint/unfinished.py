@@ -105,6 +105,8 @@ def begin(folder: Path, files: Collection[str]) -> Begun:
         OSError: it cannot be made, or moved.
     """
     was_there = folder.is_dir()
+    if not was_there and os.path.lexists(folder):
+        raise ValueError("there is a file, or a link to nothing; give the path of a new folder")
     held = os.listdir(folder) if was_there else []
     if MARK_FILE in held:
         _lock(folder / MARK_FILE).close()

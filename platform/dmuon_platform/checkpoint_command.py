@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.traceback:
             traceback.print_exc()
         else:
-            print(f"dmuon: {_line(str(error))}", file=sys.stderr)
+            print(f"dmuon: {_line(_words(error, arguments))}", file=sys.stderr)
         damage = dmuon.DamagedCheckpointError | DamagedSourceError | OSError
         is_damaged = isinstance(error, damage)
         return DIFFERENT if is_damaged else BAD_USE
@@ -59,6 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     for complaint in answer.complaints:
         print(f"dmuon: {_line(complaint)}", file=sys.stderr)
     return answer.code
+
+
+def _words(error: Exception, arguments: argparse.Namespace) -> str:
+    """What to tell of an error; the system only says what it met, and not what to do about it."""
+    if not isinstance(error, OSError):
+        return str(error)
+    met = str(error.strerror or error)
+    if error.filename:
+        met = f"{error.filename}: {met}"
+    return f"{arguments.action} failed at {met}; name folders that you can use, with room in them"
 
 
 def _list(arguments: argparse.Namespace) -> _Answer:

@@ -38,6 +38,10 @@ class Place:
         Raises:
             CopyError: Nobody knows such storage, or it does not answer.
         """
+        if not text.partition("://")[2 if "://" in text else 0].strip("/"):
+            raise CopyError(
+                f"{text!r}: names no folder; write a path, or a URL such as s3://bucket/folder"
+            )
         if "://" not in text:
             return cls(text, LocalFileSystem(), str(Path(text).absolute()))
         try:
@@ -121,7 +125,7 @@ def _manifest_of(source: Place) -> bytes:
             data: bytes = reader.read(_MOST_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         raise CopyError(
-            f"{source.text}: it has no {MANIFEST_FILE}, so it is no checkpoint"
+            f"{source.text}: it has no {MANIFEST_FILE}, so it is no checkpoint; give one that is"
         ) from error
     if len(data) > _MOST_MANIFEST_BYTES:
         raise DamagedSourceError(
@@ -132,7 +136,10 @@ def _manifest_of(source: Place) -> bytes:
 
 def _check_target(target: Place, there: Mapping[str, int | None], sizes: Mapping[str, int]) -> None:
     if MANIFEST_FILE in there:
-        raise CopyError(f"{target.text}: a checkpoint is there already; nothing is overwritten")
+        raise CopyError(
+            f"{target.text}: a checkpoint is there already; nothing is overwritten, so give "
+            "another target"
+        )
     for name, size in there.items():
         if name not in sizes or size != sizes[name]:
             raise CopyError(

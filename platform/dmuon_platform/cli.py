@@ -7,12 +7,12 @@ import argparse
 import json
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dmuon_platform import option_values as read
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.sweep.arguments import add_arguments as _add_sweep
 
@@ -46,13 +46,6 @@ SETTINGS: dict[str, Any] = {
 """Of the option ``--set``."""
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= threading.TIMEOUT_MAX:  # more than that nobody can sleep
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
-    return value
-
-
 _FLAG = {"action": "store_true"}
 RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--storage": (
@@ -67,7 +60,7 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--watch": ("status", {**_FLAG, "help": "again and again until it ends"}),
     "--every": (
         "status",
-        {"type": _seconds, "default": 5.0, "help": "seconds between two looks; default: 5"},
+        {"type": read.seconds, "default": 5.0, "help": "seconds between two looks; default: 5"},
     ),
     "--follow": ("logs resume", {**_FLAG, "help": "show it until the run ends"}),
     "--wait": ("stop", {**_FLAG, "help": "return when it has ended"}),
@@ -262,7 +255,7 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text, JSONL or Parquet; default: Python's own library")
     parser.add_argument("--tokenizer", help="a tokenizer.json; default: one token a byte")
     parser.add_argument(
-        "--workers", type=_positive, help="default: one a GPU, or a core of up to four"
+        "--workers", type=read.count, help="default: one a GPU, or a core of up to four"
     )
 
 
@@ -280,22 +273,22 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "collectives run under forward and backward. Exit codes: 0, 78 it does not fit the job."
     )
     add = parser.add_argument
-    add("--workers", type=int, metavar="N", help="default: the most that the job allows")
+    add("--workers", type=read.whole, metavar="N", help="default: the most that the job allows")
     add("--gpu", metavar="NAME", help="for times: a100, h100, h200, b200 or mi300x")
     add("--intra", metavar="RATE", help="of a GPU within its machine, one way: 450GB/s")
     add("--inter", metavar="RATE", help="of a GPU to other machines; default: 50GB/s")
-    add("--gpus-per-node", type=int, default=8, metavar="G", help="in a machine; default: 8")
-    add("--achieved", type=float, default=0.4, help="part of the peak reached; default: 0.4")
+    add("--gpus-per-node", type=read.whole, default=8, metavar="G", help="in a machine; default: 8")
+    add("--achieved", type=read.number, default=0.4, help="part of the peak reached; default: 0.4")
     add("--json", type=Path, metavar="FILE", help="write it for programs, in bytes and seconds")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 every claim holds, 1 one does not; see what is printed."
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="begin no round after them; default: 10"
+        "--minutes", type=read.number, default=10.0, help="begin no round after them; default: 10"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
-    parser.add_argument("--faults", type=int, default=6, help="in one round; default: 6")
+    parser.add_argument("--seed", type=read.whole, default=0, help="of the faults; default: 0")
+    parser.add_argument("--faults", type=read.count, default=6, help="in one round; default: 6")
 
 
 def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
@@ -312,20 +305,13 @@ def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_on_run(name))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 good, 1 damaged or different, 2 it cannot be done as asked."
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="the checkpoints in a folder, oldest first")
     listing.add_argument("folder", metavar="FOLDER", help="that checkpoints are in, or a run's")
     listing.add_argument(
-        "--newest", type=_positive, metavar="N", help="only N of the highest steps, which is fast"
+        "--newest", type=read.count, metavar="N", help="only N of the highest steps, which is fast"
     )
     show = actions.add_parser("show", help="what a checkpoint holds")
     show.add_argument("path", metavar="CHECKPOINT")
@@ -339,7 +325,10 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         help="a new folder for a Hugging Face checkpoint, or a new .safetensors, .pt or .bin file",
     )
     export.add_argument(
-        "--max-shard-mib", type=int, default=5120, help="of one file in the folder; default 5120"
+        "--max-shard-mib",
+        type=read.count,
+        default=5120,
+        help="of one file in the folder; default 5120",
     )
     copy = actions.add_parser("copy", help="to or from other storage, such as s3://bucket/folder")
     copy.add_argument("source", metavar="SOURCE", help="a checkpoint: a folder, or a URL")

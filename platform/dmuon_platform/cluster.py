@@ -74,9 +74,9 @@ def check_address(spec: JobSpec) -> None:
         reach_head(address)
     except OSError as error:
         raise PlatformError(
-            f"No Ray cluster answers at {name} = {address!r} ({error}). Start one with "
-            "`ray start --head --port=6379`, correct the address, or leave it out: then the job "
-            "starts a local Ray of its own."
+            f"No Ray cluster answers at {name} = {address!r} ({error.strerror or error}). Start "
+            "one with `ray start --head --port=6379`, correct the address, or leave it out: then "
+            "the job starts a local Ray of its own."
         ) from error
 
 

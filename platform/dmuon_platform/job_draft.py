@@ -4,6 +4,7 @@ import argparse
 import glob
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         SpecError: The file is there already, or nothing matches the data.
     """
     target = Path(arguments.file)
+    if target.suffix != ".toml":
+        raise SpecError(f"{target} does not end in .toml, and TOML is written; rename it.")
     if target.exists():
         raise SpecError(f"{target} is there already; give another file, or move it away.")
     if not target.parent.is_dir():
@@ -53,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     load_job(target, [])  # what is written is right, or we are told now
     kind = "GPUs" if hardware.has_gpus else "CPU workers"
     print(f"Wrote {target} for {hardware.num_workers} {kind}. Next:\n")
-    print(f"  dmuon validate {target}\n  dmuon run {target}")
+    quoted = shlex.quote(str(target))
+    print(f"  dmuon validate {quoted}\n  dmuon run {quoted}")
     return 0
 
 
@@ -69,8 +73,10 @@ def draft(name: str, hardware: Hardware, data: str | None, tokenizer: str | None
     Raises:
         SpecError: Nothing matches ``data``, or there is no such tokenizer.
     """
-    if data is not None and not glob.glob(data, recursive=True):
-        raise SpecError(f"Nothing matches --data {data!r}; quote a glob, so that we get to see it.")
+    if data is not None and not any(map(os.path.isfile, glob.iglob(data, recursive=True))):
+        raise SpecError(
+            f"No file matches --data {data!r}; name text files, and quote a glob: 'texts/*.txt'."
+        )
     if tokenizer is not None and not Path(tokenizer).is_file():
         raise SpecError(f"There is no tokenizer {tokenizer!r}; give a model's tokenizer.json.")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "first"

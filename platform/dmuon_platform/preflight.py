@@ -74,15 +74,16 @@ def storage_explained(spec: JobSpec) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL_DISK:
             raise PlatformError(
-                f"The disk of {spec.run_dir} is full ({error}). Make room and launch the job "
-                "again: it goes on from the newest checkpoint."
+                f"The disk of {spec.run_dir} is full ({error.strerror or error}). Make room and "
+                "launch the job again: it goes on from the newest checkpoint."
             ) from error
         if not _is_of_storage(error, spec.run_dir.parent):
             raise
         raise PlatformError(
-            f"{spec.run_dir} cannot be used ({error}). Whoever launches a job must be able to read "
-            "and write all that earlier launches have left there. Mend the storage, or who owns "
-            "what in it, and launch the job again: it goes on from the newest checkpoint."
+            f"{spec.run_dir} cannot be used ({error.filename}: {error.strerror}). Whoever launches "
+            "a job must be able to read and write all that earlier launches have left there. Mend "
+            "the storage, or who owns what in it, and launch the job again: it goes on from the "
+            "newest checkpoint."
         ) from error
 
 

@@ -43,15 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     kinds = _kinds(arguments.kinds)
     job = preflight.resolve(load_job(arguments.job, arguments.set))
+    schedule = recovery_schedule(job, kinds)
+    run_dir = job.run_dir.with_name(f"{job.name}-recovery")
+    if run_dir.exists():
+        raise SpecError(
+            f"{run_dir} is there from an earlier benchmark. Delete it, or choose another name "
+            "(--set name=NAME)."
+        )
     with tempfile.TemporaryDirectory(prefix="dmuon-bench-") as folder:
         base = prepared(undisturbed_run(job, Path(folder)))
-        schedule = recovery_schedule(base, kinds)
-        spec = schedule.disturbed(base, f"{job.name}-recovery")
-        if spec.run_dir.exists():
-            raise SpecError(
-                f"{spec.run_dir} is there from an earlier benchmark. Delete it, or choose another "
-                "name (--set name=NAME)."
-            )
+        spec = schedule.disturbed(base, run_dir.name)
         code = Launches(spec, Path(folder) / "job.toml", schedule.driver_kills).run()
     if code != 0:
         raise PlatformError(

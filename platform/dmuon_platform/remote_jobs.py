@@ -37,6 +37,11 @@ def connect(address: str) -> JobSubmissionClient:
     Raises:
         NoJobServer: None answers there.
     """
+    if not address.startswith(("http://", "https://")):  # Ray would look for a Ray Client
+        raise NoJobServer(
+            f"No Ray job server can be at --address {address}: its address begins with http://, as "
+            "http://HOST:8265."
+        )
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -169,8 +169,8 @@ def plot(arguments: argparse.Namespace) -> int:
         paths = draw_plots(folder, arguments.output)
     except OSError as error:
         raise PlatformError(
-            f"The pictures of {folder.name} cannot be written: {error}. --output names a folder "
-            "that can be."
+            f"The pictures of {folder.name} cannot be written "
+            f"({error.strerror or error}). --output names a folder that can be."
         ) from error
     print("\n".join(map(str, paths)) or f"{folder.name} has done no step yet: nothing to draw.")
     return 0

@@ -68,6 +68,7 @@ def runs_in(storage: Path) -> Iterator[Path]:
         folders = []
     except OSError as error:
         raise PlatformError(
-            f"{storage} cannot be read: {error}. --storage names the folder of all runs."
+            f"{storage} cannot be read ({error.strerror or error}). --storage names the folder of "
+            "all runs."
         ) from error
     yield from (folder for folder in folders if is_run(folder))

@@ -14,6 +14,8 @@ from dmuon_platform.finding import Finding, State
 from dmuon_platform.spec.resources import HEAD
 
 TIMEOUT_S = 5.0
+_SCHEMES = {"file", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
+"""Of MLflow's own tracking stores; a package may add others."""
 
 
 def check_ray(address: str | None) -> Iterator[Finding]:
@@ -34,7 +36,7 @@ def check_ray(address: str | None) -> Iterator[Finding]:
     except OSError as error:
         port = address.rpartition(":")[2]
         fix = f"start it with `ray start --head --port={port}`, or open the port between machines"
-        yield Finding("Ray", State.BROKEN, f"nothing answers at {address} ({error})", fix)
+        yield Finding("Ray", State.BROKEN, f"nothing answers at {address} ({_why(error)})", fix)
         return
     seen = f"{address} answers; RAY_AUTH_MODE is {mode}"
     yield Finding("Ray", State.GOOD, seen)
@@ -51,7 +53,7 @@ def _job_server(address: str, mode: str) -> Finding:
         return Finding(about, State.BROKEN, f"{address} answers {error.code}", fix)
     except (OSError, ValueError, KeyError) as error:
         fix = "start it with `ray start --head` (it needs ray[default]), or correct the address"
-        return Finding(about, State.BROKEN, f"none at {address} ({error})", fix)
+        return Finding(about, State.BROKEN, f"none at {address} ({_why(error)})", fix)
     ours = metadata.version("ray")
     if version != ours:
         fix = f"install the same version on both sides: pip install 'ray=={version}'"
@@ -72,7 +74,7 @@ def check_mlflow(uri: str | None, storage: Path) -> Finding:
     if uri is None:
         return Finding("MLflow", State.GOOD, f"a database in {storage}")
     if not uri.startswith(("http://", "https://")):
-        return Finding("MLflow", State.GOOD, f"{uri.split('://')[0]}, opened by the job")
+        return _store(uri)
     try:
         with closing(urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=TIMEOUT_S)) as it:
             version = it.read(100).decode("ascii", "replace")
@@ -81,5 +83,19 @@ def check_mlflow(uri: str | None, storage: Path) -> Finding:
             "start it with `mlflow server`; a name that is refused (403) belongs in its "
             "--allowed-hosts. Until then metrics wait on the disk"
         )
-        return Finding("MLflow", State.POOR, f"no server at {uri} ({error})", fix)
+        return Finding("MLflow", State.POOR, f"no server at {uri} ({_why(error)})", fix)
     return Finding("MLflow", State.GOOD, f"MLflow {version} at {uri}")
+
+
+def _store(uri: str) -> Finding:
+    scheme, ending, _ = uri.partition("://")
+    if ending and scheme.partition("+")[0] not in _SCHEMES:
+        fix = "give http://HOST:5000, sqlite:///FILE or postgresql://USER@HOST/NAME"
+        return Finding("MLflow", State.POOR, f"{uri!r} is no tracking URI of MLflow's own", fix)
+    return Finding("MLflow", State.GOOD, f"{scheme}, opened by the job")
+
+
+def _why(error: Exception) -> str:
+    """What the system says, without its number and without what wraps it."""
+    reason = getattr(error, "reason", error)
+    return str(getattr(reason, "strerror", None) or reason)

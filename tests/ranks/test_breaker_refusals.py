@@ -100,9 +100,9 @@ def test_arguments_of_the_wrong_type(arguments: dict[str, object], match: str) -
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"lr": None}, "wrong type"),
+        ({"lr": None}, "lr must be a number of at least 0, got None"),
         ({"lr": float("inf")}, "lr must be"),
-        ({"momentum": "0.9"}, "wrong type"),
+        ({"momentum": "0.9"}, "momentum must be a number in"),
         ({"ns_coefficients": 3}, "ns_coefficients must be"),
         ({"param_groups": [3]}, "must be a dictionary, got int"),
         ({"param_groups": [{"params": None}]}, "must be a list"),

@@ -158,7 +158,7 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "older", model, optimizer)
         expect_refused(model, optimizer, tmp_path / "older", "not empty; nothing is overwritten")
         expect_refused(model, optimizer, tmp_path / "used", "not empty; nothing is overwritten")
-        expect_refused(model, optimizer, tmp_path / "file", "File exists")
+        expect_refused(model, optimizer, tmp_path / "file", "there is a file, or a link to nothing")
         expect_refused(model, optimizer, tmp_path / "file" / "new", "Not a directory")
         expect_refused(model, optimizer, tmp_path / ("long" * 100), "File name too long")
         with pytest.raises(dmuon.CheckpointError, match=r"ranks \[1\] .* to another path"):
@@ -181,13 +181,13 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"extra": {"a": {"b": object()}}}, r"extra\['a'\]\['b'\] is a object: not plain data"),
-    ({"extra": 5}, "it cannot be written"),
-    ({"step": -1}, "'step' is no size or count: -1"),
-    ({"step": "five"}, "'step' is no size or count"),
+    ({"extra": 5}, "extra must be a dictionary by text, got 5"),
+    ({"step": -1}, "step must be a whole number of at least 0, got -1"),
+    ({"step": "five"}, "step must be a whole number of at least 0, got 'five'"),
     ({"files": {"../evil": b""}}, "not a plain file name"),
     ({"files": {"manifest.json": b""}}, "has the name of one of its own"),
     ({"files": {"config.json": "text"}}, "must be given as bytes"),
-    ({"files": ["config.json"]}, "it cannot be written"),
+    ({"files": ["config.json"]}, "files must be a dictionary by text"),
 ]
 
 

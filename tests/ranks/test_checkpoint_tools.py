@@ -116,7 +116,7 @@ def test_the_newest_alone_are_read_whatever_they_are_called_and_however_many_are
     assert [each.path.name for each in found.passed_over] == ["d", "z"]
     assert sorted(read) == ["a", "c", "d", "z"]
     assert len(dmuon.list_checkpoints(tmp_path, newest=99).whole) == 4
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         dmuon.list_checkpoints(tmp_path, newest=0)
 
 

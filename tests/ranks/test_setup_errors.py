@@ -149,8 +149,8 @@ def test_muon_on_parameters_instead_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"lr": -1}, "lr must be at least 0, got -1"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"lr": -1}, "lr must be a number of at least 0, got -1"),
+        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
         ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be one"),
         ({"adjust_lr_fn": "adam"}, "adjust_lr_fn must be one of"),

@@ -132,8 +132,6 @@ def test_export_writes_a_folder_or_a_file_once(
     assert facts["files"] == {"one.pt": (tmp_path / "one.pt").stat().st_size}
     assert command("export", written / "step-2", tmp_path / "hf") == 2
     assert "nothing is overwritten" in command.err
-    assert command("export", written / "step-2", tmp_path / "new", "--max-shard-mib", 0) == 2
-    assert not (tmp_path / "new").exists()
 
 
 def test_diff_tells_equal_from_different(written: Path, tmp_path: Path, command: Command) -> None:

@@ -185,7 +185,7 @@ def test_a_pickled_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path
     harmful = {**weights(), "z": Harmful(tmp_path / RAN)}
     path = save(tmp_path / name, harmful)
     for place in (path, tmp_path) if name == "pytorch_model.bin" else (path,):
-        with pytest.raises(CheckpointError, match=r"which is not run.*convert it to safetensors"):
+        with pytest.raises(CheckpointError, match=r"which is not run.*or as safetensors"):
             open_source(place)
     assert not (tmp_path / RAN).exists()
     torch.load(path, weights_only=False)  # it would have

@@ -20,7 +20,7 @@ def test_what_it_writes_is_a_job_of_that_name_that_can_be_planned(
     text.write_text("words " * 5000, encoding="utf-8")
     job = tmp_path / "my job.toml"
     assert cli.main(["init", str(job), "--data", str(text), "--workers", "2"]) == 0
-    assert f"dmuon run {job}" in capsys.readouterr().out
+    assert f"dmuon run '{job}'" in capsys.readouterr().out
     spec = load_job(job)
     assert (spec.name, spec.resources.workers) == ("my-job", 2)
     assert spec.data.source == str(text)
@@ -49,7 +49,7 @@ def test_every_key_is_explained_and_every_section_fits_the_machine(
     [
         (["there.toml"], "there.toml is there already"),
         (["no/where.toml"], "there is no folder no"),
-        (["new.toml", "--data", "*.nothing"], "Nothing matches --data '*.nothing'"),
+        (["new.toml", "--data", "*.nothing"], "No file matches --data '*.nothing'"),
         (["new.toml", "--tokenizer", "none.json"], "There is no tokenizer 'none.json'"),
     ],
 )

@@ -103,8 +103,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(
-            f"data.tokenizer: {name!r} cannot be read ({error}). It is {BYTES!r} or the path of a "
+            f"data.tokenizer: {name!r} cannot be read ({why}). It is {BYTES!r} or the path of a "
             "tokenizer.json."
         ) from error
     tokenizer = FileTokenizer(text)

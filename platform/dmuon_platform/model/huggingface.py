@@ -101,7 +101,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SpecError(
             f"model.path: {folder} holds no config.json. It must be a local folder written by "
             "save_pretrained; hub names are not downloaded."
@@ -109,7 +109,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise SpecError(f"model.path: {file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise SpecError(f"model.path: {file} must hold a JSON object")
+        raise SpecError(f"model.path: {file} must hold a JSON object; name a folder of a model")
     return config
 
 

@@ -30,7 +30,7 @@ def read_document(path: Path) -> Document:
         document = parse(text)
     except (ValueError, yaml.YAMLError) as error:  # of TOML and JSON: subclasses of ValueError
         kind = path.suffix.lower().removeprefix(".").upper()
-        raise SpecError(f"{path}: is not {kind} that can be read; {error}") from error
+        raise SpecError(f"{path}: is not {kind} that can be read; {_complaint(error)}") from error
     if document is None:
         document = {}
     if not isinstance(document, dict):
@@ -39,6 +39,14 @@ def read_document(path: Path) -> Document:
             "see jobs/tiny_cpu.toml"
         )
     return {str(key): value for key, value in document.items()}
+
+
+def _complaint(error: Exception) -> str:
+    """What a parser says, with the place; YAML's own text speaks of a string of Python."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} (at line {mark.line + 1}, column {mark.column + 1})"
+    return str(error)
 
 
 def _read_text(path: Path) -> str:
