@@ -68,9 +68,13 @@ def messages_of(file: Path, text: str | None = None) -> Iterator[Message]:
             continue
         inside = [function for function in functions if node in set(ast.walk(function))]
         parts = tuple(_parts_of(node, inside[-1] if inside else None))
-        if parts and "State.GOOD" not in ast.unparse(node):
+        if parts and (_name(node) != "Finding" or _is_bad(node)):
             place = f"{file.relative_to(ROOT).as_posix()}:{node.lineno}"
             yield Message(place, inside[-1].name if inside else "module", parts)
+
+
+def _is_bad(finding: ast.Call) -> bool:
+    return any(state in ast.unparse(finding) for state in ("State.BROKEN", "State.POOR"))
 
 
 def all_messages() -> list[Message]:

@@ -32,8 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         PlatformError: The undisturbed run fails.
+        SpecError: An earlier chaos with this seed has left its runs.
     """
     job = preflight.resolve(load_job(arguments.job, arguments.set))
+    name = f"{job.name}-chaos-{arguments.seed}"
+    _check_new(job.run_dir.with_name(f"{name}-1"))
     end = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="dmuon-chaos-") as folder:
         undisturbed = undisturbed_run(job, Path(folder))
@@ -45,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         while round_number == 0 or time.monotonic() < end:
             round_number += 1
             schedule = ChaosSchedule.draw(base, arguments.seed, round_number, arguments.faults)
-            name = f"{job.name}-chaos-{arguments.seed}-{round_number}"
-            print(f"Round {round_number}: {name}", flush=True)
-            problems += _round(schedule, schedule.disturbed(base, name), undisturbed, dataset)
+            spec = schedule.disturbed(base, f"{name}-{round_number}")
+            print(f"Round {round_number}: {spec.name}", flush=True)
+            problems += _round(schedule, spec, undisturbed, dataset)
     print(f"{round_number} rounds, {problems} claims that do not hold.")
     return 1 if problems else 0
 
@@ -88,13 +91,17 @@ def prepared(undisturbed: JobSpec) -> JobSpec:
     return job_of(document, source=undisturbed.name)
 
 
+def _check_new(run_dir: Path) -> None:
+    if run_dir.exists():
+        raise SpecError(
+            f"{run_dir} is there from an earlier chaos with this seed. Delete it, or give another "
+            "--seed."
+        )
+
+
 def _round(schedule: ChaosSchedule, spec: JobSpec, undisturbed: JobSpec, dataset: Dataset) -> int:
     """Run the job once under its faults and print what came of it; return how much is wrong."""
-    if spec.run_dir.exists():
-        raise SpecError(
-            f"{spec.run_dir} is there from an earlier chaos with this seed. Delete it, or give "
-            "another --seed."
-        )
+    _check_new(spec.run_dir)
     with tempfile.TemporaryDirectory(prefix="dmuon-chaos-") as folder:
         launches = Launches(spec, Path(folder) / "job.toml", schedule.driver_kills)
         code = launches.run()

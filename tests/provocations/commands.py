@@ -173,7 +173,26 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
         78,
         ("is there from an earlier benchmark", "Delete it, or choose another name"),
     ),
+    (
+        "chaos job.toml --set storage=. name=old",
+        78,
+        ("old-chaos-0-1 is there from an earlier chaos", "Delete it, or give another --seed"),
+    ),
     ("chaos job.toml --minutes x", 2, ("argument --minutes: must be a number, not 'x'",)),
+    (
+        "sweep job.toml --grid x",
+        78,
+        ("--grid x: must be section.key=VALUE,VALUE", "write for example"),
+    ),
+    ("sweep job.toml --grid a.b=1,1", 78, ("a key or a value is there twice; once is it",)),
+    ("sweep job.toml --grid train.seed=1", 78, ("train.seed is the sweep's; seeds are --seeds",)),
+    (
+        "sweep job.toml --grid optimizer.lr=0.1 --grid optimizer.lr=0.1",
+        78,
+        ("the grids have lr-0.1-seed-0 twice; take it out of one of them",),
+    ),
+    ("sweep job.toml --grid x --seeds 1,1", 2, ("--seeds: must be different numbers, not '1,1'",)),
+    ("sweep job.toml --grid x --seeds x", 2, ("--seeds: must be a whole number, not 'x'",)),
     # the machine
     (
         "doctor --storage file",
@@ -214,6 +233,7 @@ def prepare(folder: Path) -> None:
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    (folder / "old-recovery").mkdir()
+    for name in ("old-recovery", "old-chaos-0-1"):
+        (folder / name).mkdir()
     shutil.copy(ROOT / "jobs" / "tiny_cpu.toml", folder / "job.toml")
     shutil.copytree(FIRST_RELEASE, folder / "saved")

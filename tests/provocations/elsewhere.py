@@ -1,7 +1,7 @@
 """Messages that tests provoke without quoting them, and those that no test can provoke.
 
-Each is known by words of it. One that is quoted by the test that provokes it, as most are, need
-not be here.
+Each is known by three words of it that no other message has, which are its quotation. One that is
+quoted by the test that provokes it, as most are, need not be here.
 """
 
 PROVOKED_BY = {
@@ -40,6 +40,10 @@ PROVOKED_BY = {
     ),
     "was replaced, removed or converted after dedicate_params": (
         "ranks/test_models_at_odds.py::test_a_model_changed_between_dedication_and_optimizer"
+    ),
+    "another rank is gone, or took longer than the timeout": (
+        "ranks/test_checkpoint_at_exit.py::"
+        "test_a_rank_that_fails_takes_those_with_it_that_wait_for_its_part"
     ),
     "held-out samples": (
         "unit/test_data_sampling.py::test_held_out_samples_are_fixed_and_each_comes_once"
@@ -133,6 +137,8 @@ OUT_OF_REACH = {
     "the process that was connected to Ray": _RACE,
     "Ray did not answer within": _RACE,
     "ended with exit code": _DEFECT,
+    "Another dmuon sweep is at work": _RACE,
+    "does not say what came of its training": _DEFECT,
     "old checkpoints could not be deleted": _DISK,
     "after the training. Run it again to go on": _RACE,
     "without a checkpoint:": _DISK,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +45,16 @@ def check_words(message: str, *words: str) -> None:
     for each in words:
         assert each in message, f"{each!r} is not in:\n{message}"
     assert not INTERNALS.search(message), message
+
+
+def with_file(
+    name: str, content: str | bytes, use: Callable[[Path], object]
+) -> Callable[[Path], Any]:
+    """Something done with a file that has this content."""
+
+    def mistake(folder: Path) -> object:
+        path = folder / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return use(path)
+
+    return mistake

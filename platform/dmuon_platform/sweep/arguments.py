@@ -1,7 +1,9 @@
-"""The arguments of ``dmuon sweep``; imports nothing, so that help is there at once."""
+"""The arguments of ``dmuon sweep``; imports next to nothing, so that help is there at once."""
 
 import argparse
 from pathlib import Path
+
+from dmuon_platform import option_values as read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,19 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=_numbers, default=[0], metavar="N,...", help="of each setting; default: 0"
     )
-    parser.add_argument("--parallel", type=_positive, default=1, help="at a time; default: 1")
+    parser.add_argument("--parallel", type=read.count, default=1, help="at a time; default: 1")
     parser.add_argument("--output", type=Path, help="a folder; default: NAME-sweep in the storage")
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(number) for number in text.split(",")]
+    numbers = [read.whole(number) for number in text.split(",")]
     if len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"must be different numbers, not {text}")
+        raise argparse.ArgumentTypeError(f"must be different numbers, not {text!r}")
     return numbers
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number

@@ -1,25 +1,13 @@
-"""Mistakes that need no process group; each is given an empty folder."""
+"""Mistakes with files of weights, and with functions of numbers; each is given an empty folder."""
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from dmuon_platform.data.documents import read_documents
-from dmuon_platform.data.sources import find_files
-from dmuon_platform.data.tokenizer import load_tokenizer
-from dmuon_platform.errors import PlatformError, SpecError
-from dmuon_platform.model.huggingface import load_local_model, read_vocab_size
-from dmuon_platform.preflight import check_earlier_run, storage_explained
-from dmuon_platform.spec import JobSpec, job_of
-from dmuon_platform.tracking import Tracker
 from provocations.commands import FIRST_RELEASE
-from provocations.form import Provocation
-from small_job import small
+from provocations.form import Provocation, with_file
 
 import dmuon
 from dmuon import CheckpointError, DamagedCheckpointError, SetupError
@@ -29,17 +17,6 @@ from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.header import make_header
 from dmuon.checkpoint.source import open_source
 from dmuon.checkpoint.tensor_file import TensorFile
-
-
-def _file(name: str, content: str | bytes, use: Callable[[Path], object]) -> Callable[[Path], Any]:
-    """Something done with a file that has this content."""
-
-    def mistake(folder: Path) -> object:
-        path = folder / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return use(path)
-
-    return mistake
 
 
 def _saved(content: object) -> Callable[[Path], object]:
@@ -52,25 +29,7 @@ def _saved(content: object) -> Callable[[Path], object]:
 
 def _header(content: dict[str, object]) -> Callable[[Path], object]:
     text = json.dumps(content).encode()
-    return _file("x.safetensors", len(text).to_bytes(8, "little") + text, TensorFile)
-
-
-def _read(path: Path) -> list[str]:
-    return list(read_documents(path, "text"))
-
-
-def _parquet(**columns: list[Any]) -> Callable[[Path], object]:
-    def mistake(folder: Path) -> object:
-        pq.write_table(pa.table(columns), folder / "x.parquet")
-        return _read(folder / "x.parquet")
-
-    return mistake
-
-
-def _model(config: dict[str, object] | list[object]) -> Callable[[Path], object]:
-    return _file(
-        "config.json", json.dumps(config), lambda file: load_local_model(file.parent, 64, "meta")
-    )
+    return with_file("x.safetensors", len(text).to_bytes(8, "little") + text, TensorFile)
 
 
 def _bench(**given: Any) -> Callable[[Path], object]:
@@ -83,22 +42,6 @@ def _torch_optimizers_of_several_groups(_: Path) -> object:
     return dmuon.muon_settings_from_torch(muon, torch.optim.AdamW([torch.ones(2)]))
 
 
-def _left(folder: Path, **changes: Any) -> JobSpec:
-    """A job of which an earlier launch, without the changes, has left its folder."""
-    earlier = job_of(small(storage=str(folder)))
-    earlier.run_dir.mkdir()
-    (earlier.run_dir / "job.toml").write_text(earlier.to_toml())
-    return job_of(small(storage=str(folder), **changes))
-
-
-def _on_a_full_disk(spec: JobSpec) -> None:
-    with storage_explained(spec):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-EMPTY_TOKENIZER = json.dumps(
-    {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
-)
 _SPAN = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 ROWS = [
@@ -155,7 +98,7 @@ ROWS = [
     ),
     # files of weights
     Provocation(
-        _file("x.pt", "no pickle", open_source),
+        with_file("x.pt", "no pickle", open_source),
         CheckpointError,
         "it is damaged, or holds more than tensors",
         "which is not run",
@@ -171,7 +114,7 @@ ROWS = [
         ", which cannot be read",
     ),
     Provocation(
-        _file("x.safetensors", "short", TensorFile),
+        with_file("x.safetensors", "short", TensorFile),
         DamagedCheckpointError,
         "no header of",
         "bytes can be in a file of 5",
@@ -269,92 +212,4 @@ ROWS = [
     Provocation(_bench(ranks=(0,)), ValueError, "got '0'", "--ranks takes numbers of at least 1"),
     Provocation(_bench(precision="int8"), ValueError, "got int8", "--precision is one of float32"),
     Provocation(_bench(ns_dtype="int8"), ValueError, "got int8", "--ns-dtype is one of float32"),
-    # text, tokenizers and models of a job
-    Provocation(
-        _file("x.txt", b"\xff", _read),
-        SpecError,
-        "x.txt is not UTF-8 text (byte 0)",
-        "convert it, or leave it out of the glob",
-    ),
-    Provocation(
-        _file("x.jsonl", '{"body": "a"}', _read),
-        SpecError,
-        "has the fields ['body'], and no text under data.text_field = 'text'",
-        "",
-    ),
-    Provocation(
-        _parquet(body=["a"]),
-        SpecError,
-        "has the columns ['body'], and no data.text_field",
-        "'text'",
-    ),
-    Provocation(
-        _parquet(text=[1]),
-        SpecError,
-        "column 'text' of",
-        "holds int64, not text; name another one",
-        "with data.text_field",
-    ),
-    Provocation(
-        _file("x.txt.gz", b"", lambda path: find_files(str(path))),
-        SpecError,
-        "x.txt.gz is compressed",
-        "decompress it first",
-    ),
-    Provocation(
-        lambda folder: load_tokenizer(str(folder)),
-        SpecError,
-        "cannot be read (Is a directory)",
-        "It is 'bytes' or the path of a tokenizer.json",
-    ),
-    Provocation(
-        lambda folder: load_local_model(folder, 64, "meta"),
-        SpecError,
-        "holds no config.json",
-        "It must be a local folder written by save_pretrained",
-        "hub names are not downloaded",
-    ),
-    Provocation(
-        _model([]), SpecError, "config.json must hold a JSON object", "name a folder of a model"
-    ),
-    Provocation(
-        _model({"max_position_embeddings": 32}),
-        SpecError,
-        "data.sequence_length is 64",
-        "takes at most 32 tokens",
-        "Set data.sequence_length=32 or less",
-    ),
-    Provocation(
-        _file("config.json", "{}", lambda file: read_vocab_size(file.parent)),
-        SpecError,
-        "config.json names no vocab_size",
-        "so it is not a language model",
-    ),
-    Provocation(
-        _file("x.json", EMPTY_TOKENIZER, lambda file: load_tokenizer(str(file))),
-        SpecError,
-        "x.json' has an empty vocabulary",
-        "data.tokenizer",
-    ),
-    # a run that is there
-    Provocation(
-        lambda folder: check_earlier_run(_left(folder, optimizer__lr=0.5)),
-        SpecError,
-        "'small' was already started in",
-        "optimizer.lr: 0.02 -> 0.5",
-        "Set these back to go on with that run, or give this job a name of its own",
-    ),
-    Provocation(
-        lambda folder: _on_a_full_disk(_left(folder)),
-        PlatformError,
-        "The disk of",
-        "is full (",
-        "Make room and launch the job again",
-    ),
-    Provocation(
-        lambda folder: Tracker(_left(folder), {}).finish("DONE"),
-        ValueError,
-        "not 'DONE'",
-        "status must be one of FINISHED",
-    ),
 ]
