@@ -10,7 +10,7 @@ import pytest
 
 INTERNALS = re.compile(
     r"Traceback|NoneType'|has no attribute|<lambda>|KeyError|pydantic|\bobject at 0x|not supported "
-    r"between|argument must be|\[Errno|codec can't"
+    r"between|argument must be|invalid \w+ value|\[Errno|codec can't"
 )
 """Words of Python, its libraries or the system, which say nothing to who made the mistake."""
 

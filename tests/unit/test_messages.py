@@ -1,6 +1,8 @@
 """Every message is provoked, and names the thing, the rule and the way out."""
 
+import argparse
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,22 @@ def test_a_command_says_what_is_wrong_and_ends_with_its_code(
     printed = capsys.readouterr()
     check_words(printed.out + printed.err, *words)
     assert found == code
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _options(inner)
+
+
+def test_no_option_leaves_it_to_argparse_to_name_our_functions() -> None:
+    reads = {option.type for option in _options(cli._parser())} - {None, Path}
+    assert len(reads) >= 4
+    for read in reads:
+        with pytest.raises(argparse.ArgumentTypeError, match="not 'x'"):
+            read("x")
 
 
 def test_every_message_is_quoted_by_a_test() -> None:
