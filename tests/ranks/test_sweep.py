@@ -7,6 +7,7 @@ import mlflow
 import pytest
 from dmuon_platform import cli
 from dmuon_platform.data import prepare_dataset
+from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.launch import DATA_FOLDER
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import METRICS_FILE
@@ -68,3 +69,13 @@ def test_a_sweep_trains_what_is_left_and_tells_what_came_of_all(
     told = {run.info.run_name: run.data.metrics.get("evaluation/loss") for run in runs}
     expected = {name: each and each["evaluation/loss"] for name, each in by_name.items()}
     assert told == expected
+
+
+def test_two_sweeps_at_a_time_would_write_over_each_other(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = job.parent / "runs" / "small-sweep"
+    folder.mkdir()
+    with DriverLease(folder, None, None):
+        assert cli.main(["sweep", str(job), *FIRST]) == 1
+    assert "another --output" in capsys.readouterr().err

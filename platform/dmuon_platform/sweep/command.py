@@ -72,16 +72,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
     Raises:
         PlatformError: Another one has it.
     """
-    lease = DriverLease(folder, None, None)
-    try:
-        lease.__enter__()
-    except AlreadyRunning as error:
-        raise PlatformError(
-            f"Another dmuon sweep is at work in {folder}: wait for it, end it, or give this one "
-            "another --output."
-        ) from error
     with ExitStack() as stack:
-        stack.push(lease)
+        try:
+            stack.enter_context(DriverLease(folder, None, None))
+        except AlreadyRunning as error:
+            raise PlatformError(
+                f"Another dmuon sweep is at work in {folder}: wait for it, end it, or give this "
+                "one another --output."
+            ) from error
         yield
 
 
