@@ -87,7 +87,7 @@ def describe(model: nn.Module) -> str:
     """
     dedication = dedications.of(model)
     owned = {param.param for param in dedication.params}
-    embedded = embedding_weights(model)
+    embedded = embedding_weights(model.modules())
     first_names: dict[nn.Parameter, str] = {}
     left: dict[str, list[str]] = {}
     for full_name, param in model.named_parameters(remove_duplicate=False):

@@ -1,6 +1,6 @@
 """Which parameters are hidden matrices, how those are split, and what is refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,9 +85,10 @@ def select(
     """
     if predicate is None:
         return []
-    candidates = _candidates(model)
+    modules = list(model.named_modules(remove_duplicate=False))
+    candidates = _candidates(modules)
     is_default = predicate is is_hidden_matrix
-    embedded = embedding_weights(model) if is_default else set()
+    embedded = embedding_weights(module for _, module in modules) if is_default else set()
     selected: list[DedicatedParam] = []
     for candidate in candidates:
         is_chosen = candidate.param not in embedded and _is_chosen(candidate, predicate)
@@ -103,10 +104,10 @@ def select(
     return selected
 
 
-def _candidates(model: nn.Module) -> list[_Candidate]:
+def _candidates(modules: Iterable[tuple[str, nn.Module]]) -> list[_Candidate]:
     """Every parameter once; names include those of modules that are registered twice."""
     found: dict[nn.Parameter, _Candidate] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    for module_name, module in modules:
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
@@ -185,9 +186,9 @@ def _dedicated(candidate: _Candidate, split: Split | None) -> DedicatedParam:
     )
 
 
-def embedding_weights(model: nn.Module) -> set[torch.Tensor]:
-    """What the embedding modules of ``model`` hold, whatever it is called."""
-    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+def embedding_weights(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
+    """What those of ``modules`` hold that are embeddings, whatever it is called."""
+    return {m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
 
 
 def _check(name: str, param: nn.Parameter) -> None:

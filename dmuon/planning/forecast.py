@@ -13,6 +13,7 @@ from dmuon.packing import Packing, check_packing
 from dmuon.partition import Plan, make_plan
 from dmuon.planning.advice import advice_of, limit_of
 from dmuon.planning.cluster import Cluster
+from dmuon.planning.collector import collector_paused
 from dmuon.planning.conduct import Conduct, MeshShape, Transport, itemsizes, read_mesh
 from dmuon.planning.memory import Memory, memories
 from dmuon.planning.shape import ModelShape, read_shape
@@ -192,6 +193,7 @@ class Forecast:
         }
 
 
+@collector_paused()
 def plan(  # noqa: PLR0913 - the public signature
     model: nn.Module,
     mesh: int | tuple[int, int],

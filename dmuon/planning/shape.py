@@ -67,6 +67,16 @@ class BlockShape:
         """Elements of the largest of them."""
         return max((matrix.numel for matrix in self.matrices), default=0)
 
+    @cached_property
+    def symmetric_numel(self) -> int:
+        """Elements of its symmetric parameters."""
+        return sum(param.padded(1) for param in self.symmetric)
+
+    @cached_property
+    def looked_up_numel(self) -> int:
+        """Elements of those that are looked up."""
+        return sum(param.padded(1) for param in self.symmetric if param.is_looked_up)
+
     def padded(self, num_shards: int) -> int:
         """Elements of its symmetric parameters on all shards, with their padding."""
         return sum(param.padded(num_shards) for param in self.symmetric)
@@ -150,7 +160,8 @@ def read_shape(
         matrices.setdefault(block, []).append(matrix)
     symmetric: dict[str, list[SymmetricParam]] = {}
     dedicated = {param.param for param in params}
-    for block, shard in _symmetric(boundaries, dedicated, embedding_weights(model)):
+    embeddings = embedding_weights(module for _, module in boundaries.modules)
+    for block, shard in _symmetric(boundaries, dedicated, embeddings):
         symmetric.setdefault(block, []).append(shard)
     blocks = (
         BlockShape(name, tuple(matrices.get(name, ())), tuple(symmetric.get(name, ())))

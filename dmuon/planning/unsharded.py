@@ -90,8 +90,7 @@ def _held(
         summed = my_flats if S > 1 and slots is None else 0
         exchanging = 2 * my_flats + R * final_flats
         settling = exchanging - my_flats + (final_flats if slots or not final else my_flats)
-    numels = [(param.padded(1), param.is_looked_up) for param in block.symmetric]
-    symmetric = sum(numel for numel, _ in numels)
+    symmetric = block.symmetric_numel
     numel = block.dedicated_numel + symmetric
     padded = block.padded(S)
     foreign = block.dedicated_numel - sum(mine)
@@ -99,7 +98,7 @@ def _held(
         arrived=weight * (foreign if slots is None else slots.weights.numel),
         gathered=weight * padded,
         computed=weight * symmetric,
-        computed_early=weight * sum(n for n, is_looked_up in numels if not is_looked_up),
+        computed_early=weight * (symmetric - block.looked_up_numel),
         scattering=grad * padded,
         accumulated=max(weight, grad) * numel if conduct.num_micro_batches > 1 else 0,
         pending=pending,

@@ -41,7 +41,7 @@ class Recomputed(nn.Module):
 
 
 def run(shape: tuple[int, ...], packing: Packing, options: dict[str, Any]) -> list[Any]:
-    """Losses and state of some steps, and of as many after a resume from what was saved."""
+    """Losses and state of some steps; by block, also those after a resume from what was saved."""
     policy, reshard = options.get("policy", MixedPrecisionPolicy()), options.get("reshard", True)
     mesh = make_mesh(*shape)
 
@@ -70,11 +70,12 @@ def run(shape: tuple[int, ...], packing: Packing, options: dict[str, Any]) -> li
     losses += train(model, optimizer, range(2, 4))
     end = saved(model, optimizer)
     assert set(packings(model)) == {packing}
-    model, optimizer = start()
-    dmuon.set_model_state_dict(model, middle[0])
-    dmuon.set_optimizer_state_dict(model, optimizer, middle[1])
-    assert losses[2:] == train(model, optimizer, range(2, 4))
-    assert_identical(saved(model, optimizer), end)
+    if packing == "block":
+        model, optimizer = start()
+        dmuon.set_model_state_dict(model, middle[0])
+        dmuon.set_optimizer_state_dict(model, optimizer, middle[1])
+        assert losses[2:] == train(model, optimizer, range(2, 4))
+        assert_identical(saved(model, optimizer), end)
     return [losses, *end]
 
 

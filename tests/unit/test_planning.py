@@ -1,5 +1,6 @@
 """The planner's arithmetic by hand, its agreement with ``dedicate_params``, and its advice."""
 
+import gc
 import json
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_a_plan_is_plain_data_and_leaves_the_model_alone() -> None:
         data["adamw_time"]["total"] * (1 + data["overhead"])
     )
     assert dict(model.named_parameters()) == before
+    assert gc.isenabled()
 
 
 def advice(model: nn.Module, mesh: int | tuple[int, int], tokens: int) -> str:
