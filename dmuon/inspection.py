@@ -111,9 +111,9 @@ def _aliases(dedication: Dedication) -> list[str]:
 
 
 def _packing(dedication: Dedication) -> list[str]:
-    if not dedication.has_started:
+    blocks = dedication.engine.blocks if dedication.has_started else []
+    if not blocks:
         return []
-    blocks = dedication.engine.blocks
     num_whole = sum(block.carrier.packing == "block" for block in blocks)
     return [f"{num_whole} of {len(blocks)} blocks travel whole (packing={dedication.packing!r})"]
 

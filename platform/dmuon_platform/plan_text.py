@@ -59,7 +59,7 @@ def _traffic(forecast: "dmuon.Forecast") -> str:
     if not rows:
         return "One worker communicates nothing."
     table = text_table([*header, "TAKES"] if is_timed else header[:4], rows)
-    return f"{table}\n{_packing(forecast)}"
+    return f"{table}\n{_packing(forecast)}" if forecast.owners.matrices else table
 
 
 def _packing(forecast: "dmuon.Forecast") -> str:
