@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from dmuon import dedication as dedications
 from dmuon import mesh as meshes
-from dmuon import torch_internals, wrapping
+from dmuon import other_optimizers, torch_internals, wrapping
 from dmuon.agreement import check_same_plan
 from dmuon.boundaries import Boundary
 from dmuon.dedication import Dedication
@@ -98,6 +98,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         param.owner = dedication.plan.owner_of(param.name)
         _keep_or_drop(param, owner_map, dedication.device)
     _install(dedication)
+    other_optimizers.watch(dedication)
     return dedication.plan
 
 

@@ -300,8 +300,13 @@ def of(model: nn.Module) -> Dedication:
     """The dedication of ``model``.
 
     Raises:
-        SetupError: when ``dedicate_params`` was not called on it.
+        SetupError: when it is no model, or ``dedicate_params`` was not called on it.
     """
+    if not isinstance(model, nn.Module):
+        raise SetupError(
+            f"this needs the model that was given to dmuon.dedicate_params, got "
+            f"{type(model).__name__}"
+        )
     dedication = find(model)
     if dedication is None:
         raise SetupError(

@@ -13,7 +13,7 @@ from dmuon import wrapping
 from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
-from dmuon.errors import NonFiniteGradientError
+from dmuon.errors import NonFiniteGradientError, SetupError
 from dmuon.names import original_name
 from dmuon.optimizer import Muon
 
@@ -112,6 +112,11 @@ def nonfinite_gradients(model_or_optimizer: nn.Module | Muon) -> list[str]:
 def _dedication_of(model_or_optimizer: nn.Module | Muon) -> Dedication:
     if isinstance(model_or_optimizer, Muon):
         return model_or_optimizer.dedication
+    if not isinstance(model_or_optimizer, nn.Module):
+        raise SetupError(
+            "gradients are found by the model or its dmuon.Muon, for parameters lack those of "
+            f"hidden matrices; got {type(model_or_optimizer).__name__}: give the model"
+        )
     return dedications.of(model_or_optimizer)
 
 

@@ -59,8 +59,8 @@ def make_groups(
     """Groups in a fixed order: the user's, then what is left; Muon before AdamW in each.
 
     Raises:
-        SetupError: for an unknown setting, a setting out of range, or a parameter that is unknown
-            or in two groups.
+        SetupError: for an unknown setting, a setting out of range or without effect, or a
+            parameter that is unknown or in two groups.
     """
     if not isinstance(overrides, Sequence | None) or isinstance(overrides, str):
         kind = type(overrides).__name__
@@ -78,6 +78,7 @@ def make_groups(
                 f"unknown: {unknown}"
             )
         names = _names_of(override["params"], named, left, where)
+        _check_reach(names, named, override, where)
         settings = {**defaults, **{key: override[key] for key in override if key != "params"}}
         groups += _split(names, named, settings, where)
         for name in names:
@@ -129,7 +130,7 @@ def _names_of(
     by_param = {param: name for name, param in named.all.items()}
     names = []
     for param in params:
-        name = param if isinstance(param, str) else by_param.get(param)
+        name = original_name(param) if isinstance(param, str) else by_param.get(param)
         if name is None or name not in named.all:
             shown = tuple(param.shape) if isinstance(param, torch.Tensor) else param
             raise SetupError(
@@ -140,6 +141,34 @@ def _names_of(
             raise SetupError(f"{name} is in two parameter groups, the second is {where}")
         names.append(name)
     return names
+
+
+def _check_reach(
+    names: Sequence[str], named: Named, override: Mapping[str, Any], where: str
+) -> None:
+    """Refuse what would be ignored: a setting of the other kind of parameter, and that alone.
+
+    A model of which one kind is absent, as in a baseline of AdamW alone, may be given both.
+    """
+    if not (names and named.dedicated and named.symmetric):
+        return
+    if not any(name in named.dedicated for name in names):
+        vain = [key for key in MUON_KEYS if key in override and f"adamw_{key}" not in override]
+        kind, others = "hidden matrices", ", ".join(ADAMW_KEYS)
+    elif not any(name in named.symmetric for name in names):
+        vain = [
+            key
+            for key in ADAMW_KEYS
+            if key in override and key.removeprefix("adamw_") not in override
+        ]
+        kind, others = "what AdamW updates", ", ".join(MUON_KEYS)
+    else:
+        return
+    if vain:
+        raise SetupError(
+            f"{where} sets {', '.join(vain)}, which is for {kind}, and has none of them "
+            f"({names[0]}, ...); its parameters take {others}"
+        )
 
 
 def _split(

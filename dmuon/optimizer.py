@@ -55,7 +55,8 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: added to their denominator.
         adamw_weight_decay: theirs, decoupled.
         param_groups: dictionaries with ``params`` (parameters or names) and any of the settings
-            above; parameters in none of them get the settings above.
+            above, hidden matrices by those without ``adamw_`` and the rest by those with it;
+            parameters in none of them get the settings above.
         replicate_async: on a replicated mesh, let new weights travel under the next forward.
 
     Raises:

@@ -189,6 +189,20 @@ ROWS = [
         "param_groups[0] needs 'params' and may set lr,",
     ),
     Provocation(
+        _muon(param_groups=[{"params": ["norm.weight"], "weight_decay": 0.0}]),
+        SetupError,
+        "param_groups[0] sets weight_decay",
+        "is for hidden matrices, and has none of them (norm.weight, ...)",
+        "its parameters take adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay",
+    ),
+    Provocation(
+        _muon(param_groups=[{"params": ["layers.0.q_proj.weight"], "lr": 1, "adamw_eps": 1}]),
+        SetupError,
+        "param_groups[0] sets adamw_eps",
+        "is for what AdamW updates, and has none of them",
+        "its parameters take lr, momentum,",
+    ),
+    Provocation(
         lambda ready: dmuon.Muon(build()),
         SetupError,
         "this TinyModel has no dedicated parameters",
@@ -242,7 +256,27 @@ ROWS = [
         "a backward with create_graph=True",
         "second derivatives are not supported",
     ),
+    Provocation(
+        lambda ready: torch.optim.AdamW(ready.model.parameters()).step(),
+        SetupError,
+        "this AdamW was given layers.0.q_proj.weight and ",
+        "gradients dedicate_params keeps for the owners, so it would never update them",
+        "use dmuon.Muon(model), which runs AdamW on all other parameters",
+    ),
     # looking and clipping
+    Provocation(
+        lambda ready: dmuon.clip_grad_norm_(ready.model.parameters(), 1.0),
+        SetupError,
+        "got generator",
+        "gradients are found by the model or its dmuon.Muon",
+        "give the model",
+    ),
+    Provocation(
+        lambda ready: dmuon.no_sync(ready.optimizer).__enter__(),
+        SetupError,
+        "got Muon",
+        "this needs the model that was given to dmuon.dedicate_params",
+    ),
     Provocation(
         lambda ready: dmuon.clip_grad_norm_(ready.optimizer, None),
         ValueError,

@@ -4,7 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from printed import block, losses_of, run, run_forked
+
+import dmuon
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 transformers.LlamaForCausalLM  # noqa: B018 - forked ranks inherit it
@@ -68,3 +71,28 @@ def test_fine_tuning_begins_with_the_pretrained_loss(
         )
     )[1]
     assert first < losses[0][1] * 0.7
+
+
+def test_groups_train_and_a_module_loads_the_one_file(
+    trained: tuple[Path, list[dict[int, float]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, _ = trained
+    script = block(GUIDE, "file: train.py", "python")
+    line = "optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-3)\n"
+    assert line in script
+    groups = block(GUIDE, "groups", "python")
+    (tmp_path / "grouped.py").write_text(script.replace(line, groups), encoding="utf-8")
+    run_forked("torchrun --standalone --nproc-per-node 2 grouped.py --steps 1", tmp_path)
+    saved = dmuon.read_manifest(tmp_path / "checkpoints" / "step-000001").optimizer
+    assert saved is not None
+    decays = {n: g["weight_decay"] for g in saved.param_groups for n in g["names"]}
+    assert {n for n, decay in decays.items() if decay == 0} == {n for n in decays if "norm" in n}
+
+    monkeypatch.chdir(folder)
+    config = transformers.LlamaConfig.from_pretrained("checkpoints/step-000060")
+    model = transformers.LlamaForCausalLM(config)
+    exec(block(GUIDE, "one file", "python"), {"dmuon": dmuon, "torch": torch, "model": model})
+    opened = transformers.LlamaForCausalLM.from_pretrained("checkpoints/step-000060")
+    assert torch.equal(model.lm_head.weight, opened.lm_head.weight.to(torch.float32))

@@ -126,8 +126,9 @@ def test_the_checkpoint_of_the_trainer_opens_without_dmuon(
     trained: tuple[Path, dict[int, float]],
 ) -> None:
     folder, _ = trained
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "trained" / "checkpoint-40")
-    assert model.config.hidden_size == 64
+    for name in ("checkpoint-40", "final-20", "final-40"):
+        model = transformers.LlamaForCausalLM.from_pretrained(folder / "trained" / name)
+        assert model.config.hidden_size == 64
 
 
 def test_the_trainer_loads_the_best_of_its_checkpoints(tmp_path: Path) -> None:

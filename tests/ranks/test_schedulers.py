@@ -1,6 +1,7 @@
 """Every scheduler of torch.optim drives Muon's groups as it drives those of a stock optimizer."""
 
 import inspect
+import json
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch.optim import lr_scheduler
 from wrapped import backward, make_mesh, prepare
 
 import dmuon
+from dmuon.checkpoint.plain_json import decode, encode
 
 RATES = {"muon": 0.02, "adamw": 1e-3}
 ARGUMENTS: dict[str, dict[str, object]] = {
@@ -77,3 +79,25 @@ def test_rates_are_those_of_a_stock_optimizer(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # "step() before optimizer.step()" and such
         run_ranks(1, body)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "LRScheduler"])
+def test_the_state_goes_on_after_a_stay_in_a_manifest(name: str) -> None:
+    def start() -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        groups = [{"params": [torch.ones(1)], "lr": rate} for rate in RATES.values()]
+        stock = torch.optim.SGD(groups)
+        return stock, make(name, stock)
+
+    def step(stock: torch.optim.Optimizer, schedule: lr_scheduler.LRScheduler) -> list[float]:
+        stock.step()
+        schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        return [group["lr"] for group in stock.param_groups]
+
+    stock, schedule = start()
+    for _ in range(3):
+        step(stock, schedule)
+    again, resumed = start()
+    again.load_state_dict(stock.state_dict())
+    resumed.load_state_dict(decode(json.loads(json.dumps(encode(schedule.state_dict(), "extra")))))
+    after = [step(stock, schedule) for _ in range(3)]
+    assert [step(again, resumed) for _ in range(3)] == after

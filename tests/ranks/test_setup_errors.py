@@ -7,6 +7,7 @@ import torch
 from ranks_runner import run_ranks
 from tiny import build, is_proj
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from wrapped import make_mesh, prepare, wrap
@@ -185,6 +186,18 @@ def test_param_groups_split_by_kind_and_override() -> None:
         assert sorted(names) == sorted(named)
 
     run_ranks(2, body)
+
+
+def test_groups_take_the_names_that_a_wrapped_model_has() -> None:
+    def body(rank: int) -> None:
+        model = prepare(make_mesh(1))
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        names = [name for name, _ in model.named_parameters()]
+        assert any("_checkpoint_wrapped_module" in name for name in names)
+        optimizer = dmuon.Muon(model, param_groups=[{"params": names, "lr": 0.5}])
+        assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+
+    run_ranks(1, body)
 
 
 def test_the_default_predicate_leaves_embedding_and_head_to_adamw() -> None:
