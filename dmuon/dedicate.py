@@ -16,6 +16,7 @@ from dmuon.agreement import check_same_plan
 from dmuon.boundaries import Boundary
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
+from dmuon.flags import check_flags
 from dmuon.owner_map import OwnerMap
 from dmuon.packing import Packing, check_packing
 from dmuon.parameter import DedicatedParam
@@ -73,6 +74,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
     """
     _check_arguments(model, predicate, mp_policy, hook_boundary_predicate, splits)
     check_packing(packing)
+    check_flags(reshard_after_forward=reshard_after_forward)
     if not isinstance(timeout, timedelta | None):
         raise SetupError(f"timeout must be a datetime.timedelta or None, got {timeout!r}")
     meshes.check_mesh(mesh, replicate_mesh)
@@ -84,7 +86,7 @@ def dedicate_params(  # noqa: PLR0913 - the public signature
         params=[],
         device=meshes.device_of(mesh),
         mp_policy=mp_policy or MixedPrecisionPolicy(),
-        reshard_after_forward=bool(reshard_after_forward),
+        reshard_after_forward=reshard_after_forward,
         hook_boundary=hook_boundary_predicate,
         packing=packing,
     )

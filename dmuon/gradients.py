@@ -14,6 +14,7 @@ from dmuon.agreement import gather_objects
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import NonFiniteGradientError, SetupError
+from dmuon.flags import check_flags
 from dmuon.names import original_name
 from dmuon.optimizer import Muon
 
@@ -65,6 +66,7 @@ def clip_grad_norm_(
     Raises:
         NonFiniteGradientError: on every rank, naming the parameters; gradients stay as they are.
     """
+    check_flags(error_if_nonfinite=error_if_nonfinite)
     dedication = _dedication_of(model_or_optimizer)
     if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0:
         raise ValueError(f"max_norm must be a number of at least 0, got {max_norm!r}")

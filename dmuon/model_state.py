@@ -13,6 +13,7 @@ from dmuon.agreement import Courier, gather_objects, raise_together
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError
+from dmuon.flags import check_flags
 from dmuon.names import is_extra_state, original_name
 from dmuon.parcel import Parcel
 
@@ -41,6 +42,7 @@ def get_model_state_dict(
     Returns:
         Loads with ``strict=True`` into the model that was never wrapped.
     """
+    check_flags(cpu_offload=cpu_offload, rank0_only=rank0_only)
     dedication = dedications.of(model)
     dedication.settle_for(Call.GET_MODEL_STATE_DICT)
     keep = not rank0_only or dedication.owner_map.rank == 0
@@ -78,6 +80,7 @@ def set_model_state_dict(
     Raises:
         StateDictError: the same on every rank, listing every name that does not fit.
     """
+    check_flags(strict=strict)
     dedication = dedications.of(model)
     dedication.settle_for(Call.SET_MODEL_STATE_DICT)
     courier = Courier(dedication, state_dict)

@@ -15,6 +15,7 @@ from dmuon.call_order import Call
 from dmuon.cuda_graphs import make_workspace
 from dmuon.dedication import Dedication
 from dmuon.errors import OwnershipError, SetupError
+from dmuon.flags import check_flags
 from dmuon.groups import Named, make_groups, numbers_of
 from dmuon.muon_update import Due, update_
 from dmuon.names import original_name
@@ -102,6 +103,7 @@ class Muon(torch.optim.Optimizer):
                 "Muon takes the model, not its parameters "
                 f"(got {type(model).__name__}): Muon(model)"
             )
+        check_flags(replicate_async=replicate_async)
         self.dedication = dedications.of(model)
         self.dedication.check_not_sharded()
         self.replicate_async = replicate_async

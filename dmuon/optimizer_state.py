@@ -12,6 +12,7 @@ from dmuon.agreement import Courier, gather_objects, raise_together
 from dmuon.call_order import Call
 from dmuon.dedication import Dedication
 from dmuon.errors import SetupError
+from dmuon.flags import check_flags
 from dmuon.groups import pair_groups
 from dmuon.optimizer import Muon
 from dmuon.parcel import MASTER_DTYPE, Parcel
@@ -52,6 +53,7 @@ def get_optimizer_state_dict(
         float32 in the model also have their float32 ``"master_weight"``. Plain types only, so
         ``torch.load(..., weights_only=True)`` reads it.
     """
+    check_flags(cpu_offload=cpu_offload, rank0_only=rank0_only)
     dedication = dedication_of(model, optimizer)
     dedication.settle_for(Call.GET_OPTIMIZER_STATE_DICT)
     keep = not rank0_only or dedication.owner_map.rank == 0

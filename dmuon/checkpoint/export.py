@@ -67,7 +67,8 @@ def export_weights(
         target: a new file ending in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for
             ``torch.load(..., weights_only=True)``, or else a new folder, which will be a Hugging
             Face checkpoint: weights, their index, and the small files that are in the checkpoint,
-            such as ``config.json``.
+            such as ``config.json``. A name that ends in a dot and letters is that of
+            a file; a folder of such a name must be there, and be empty.
         max_shard_bytes: of values in one file of the folder; a larger tensor has one for itself.
 
     Returns:
@@ -115,6 +116,12 @@ def _check_unused(target: Path) -> None:
     if os.path.lexists(target) and not (is_empty_folder and target.suffix not in _ENDINGS):
         raise CheckpointError(
             target, "it is there already; nothing is overwritten, give a new path"
+        )
+    if target.suffix[1:].isalpha() and target.suffix not in _ENDINGS and not is_empty_folder:
+        raise CheckpointError(
+            target,
+            f"nothing is written as {target.suffix}: a file ends in one of {', '.join(_ENDINGS)}; "
+            "for a folder leave the ending out, or make it first",
         )
 
 

@@ -32,6 +32,7 @@ from dmuon.checkpoint.source import Source, open_source
 from dmuon.checkpoint.verification import share_out
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError
+from dmuon.flags import check_flags
 from dmuon.model_state import module_of
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import MOMENTS, dedication_of, live_group, symmetric_params
@@ -93,6 +94,7 @@ def load_checkpoint(
         CheckpointError: on every rank: it does not fit; nothing was changed. The exception is a
             file that fails while it is read: the error says so, and the model must be loaded again.
     """
+    check_flags(strict=strict, convert_dtype=convert_dtype)
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.LOAD_CHECKPOINT)
     folder = Path(path)

@@ -47,6 +47,7 @@ from dmuon.checkpoint.meeting import tell_all
 from dmuon.checkpoint.unfinished import begin
 from dmuon.dedication import Dedication
 from dmuon.errors import CheckpointError
+from dmuon.flags import check_flags
 from dmuon.optimizer import Muon
 from dmuon.optimizer_state import dedication_of, plain_group
 from dmuon.owner_map import cpu_group
@@ -122,6 +123,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public signature
             that was there before is changed.
         CollectiveError: another rank is gone; what is in the folder is no checkpoint.
     """
+    check_flags(async_save=async_save)
     dedication = dedications.of(model) if optimizer is None else dedication_of(model, optimizer)
     dedication.settle_for(Call.SAVE_CHECKPOINT)
     given = _Given(path, step, extra or {}, files or {}, timeout)

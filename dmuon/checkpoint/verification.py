@@ -8,6 +8,7 @@ from dmuon.checkpoint.facts import FileFacts
 from dmuon.checkpoint.file_names import file_in
 from dmuon.checkpoint.manifest import Manifest
 from dmuon.errors import CheckpointError, DamagedCheckpointError
+from dmuon.flags import check_flags
 
 
 def verify(
@@ -30,6 +31,7 @@ def verify(
     Raises:
         DamagedCheckpointError: with the first file that is missing, cut, grown or changed.
     """
+    check_flags(hashes=hashes, fast=fast)
     names = list(manifest.files if only is None else only)
     for name in names:
         if name not in manifest.files:

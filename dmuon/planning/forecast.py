@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.boundaries import Boundary
+from dmuon.flags import check_flags
 from dmuon.packing import Packing, check_packing
 from dmuon.partition import Plan, make_plan
 from dmuon.planning.advice import advice_of, limit_of
@@ -236,6 +237,7 @@ def plan(  # noqa: PLR0913 - the public signature
             dtypes.
     """
     check_packing(packing)
+    check_flags(reshard_after_forward=reshard_after_forward, reshard_root=reshard_root)
     shape = read_shape(model, predicate, splits, hook_boundary_predicate)
     mesh_shape = read_mesh(mesh)
     weight, grad = itemsizes(shape.itemsize, mp_policy)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from dmuon.errors import SetupError
+from dmuon.flags import check_flags
 
 _KEPT_IN_LAYER = 16
 _RECOMPUTED = 8 / 6
@@ -40,6 +41,7 @@ class Workload:
     ns_itemsize: int = 2
 
     def __post_init__(self) -> None:
+        check_flags(checkpointing=self.checkpointing)
         least = {"tokens": 1, "num_micro_batches": 1, "layers": 0, "hidden": 0, "vocabulary": 0}
         for name, lowest in {**least, "ns_steps": 1}.items():
             value = getattr(self, name)

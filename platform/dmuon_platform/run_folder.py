@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.spec import load_job
@@ -55,9 +56,14 @@ def run_folder(run: str, storage: str) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run which was launched at least once."""
+    """Tell whether a folder is that of a run which was launched at least once.
+
+    A job file alone may be anybody's; a launch makes the folder of checkpoints first.
+    """
     # Unlike a Path, os.path says no of a folder that cannot be entered.
-    return any(os.path.isfile(folder / name) for name in (EVENTS_FILE, JOB_FILE))
+    if os.path.isfile(folder / EVENTS_FILE):
+        return True
+    return os.path.isfile(folder / JOB_FILE) and os.path.isdir(folder / CHECKPOINTS_FOLDER)
 
 
 def runs_in(storage: Path) -> Iterator[Path]:

@@ -15,6 +15,7 @@ FILES = {
     "job.txt": b"",
     "file": b"",
     "runs/torn/job.toml": b"x",
+    "runs/torn/checkpoints/x": b"",
 }
 
 ROWS: list[tuple[str, int, tuple[str, ...]]] = [
@@ -99,6 +100,10 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("submit job.toml", 2, ("required: --address",)),
     ("resume x --address http://127.0.0.1:1", 78, ("--storage runs must be the absolute path",)),
     # runs
+    ("status .", 66, ("There is no run", "--storage names another")),  # where job.toml is a user's
+    ("validate job.toml --set model.num_hidden_layers=1000000", 78, ("must be at most 1000",)),
+    ("validate job.toml --set model.hidden_size=10000000000", 78, ("must be at most 1e+09",)),
+    ("validate job.toml --set model.num_attention_heads=10000000", 78, ("must be at most 100000",)),
     ("status no", 66, ("There is no run 'no' in", "It has torn.", "--storage names another")),
     (
         "status no --storage file",
@@ -140,6 +145,11 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("checkpoint show file", 2, ("file: it is no folder; give the folder of a checkpoint",)),
     ('checkpoint show ""', 2, ("the path of a checkpoint must be text", "and not empty, got ''")),
     ("checkpoint export saved file", 2, ("file: it is there already; nothing is overwritten",)),
+    (
+        "checkpoint export saved out.txt",
+        2,
+        ("nothing is written as .txt", "for a folder leave the ending out"),
+    ),
     ("checkpoint export saved file/x", 1, ("export failed at", "name folders that you can use")),
     ("checkpoint export saved x --max-shard-mib 0", 2, ("must be a whole number of at least 1",)),
     ("checkpoint copy runs new", 2, ("runs: it has no manifest.json", "give one that is")),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from provocations import library, saving
+from provocations import flags, library, saving
 from provocations.form import check_words
 from ranks_runner import run_ranks
 from tiny import build, is_proj
@@ -21,7 +21,7 @@ def test_every_message_names_the_thing_the_rule_and_the_way_out(tmp_path: Path) 
     def body(rank: int) -> None:
         model = prepare(make_mesh(1))
         ready = library.Ready(model, dmuon.Muon(model), make_mesh(1), tmp_path)
-        for row in [*library.ROWS, *saving.ROWS]:
+        for row in [*library.ROWS, *saving.ROWS, *flags.ROWS]:
             row.check(ready)
         with dmuon.watch_updates(ready.optimizer), pytest.raises(dmuon.SetupError) as caught:
             dmuon.watch_updates(ready.optimizer).__enter__()

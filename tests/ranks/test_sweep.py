@@ -1,6 +1,10 @@
 """``dmuon sweep`` for real: trained, gone on with, compared, drawn and told to MLflow."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import mlflow
@@ -8,6 +12,7 @@ import pytest
 from dmuon_platform import cli
 from dmuon_platform.data import prepare_dataset
 from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.events import EVENTS_FILE, Journal
 from dmuon_platform.launch import DATA_FOLDER
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import METRICS_FILE
@@ -79,3 +84,40 @@ def test_two_sweeps_at_a_time_would_write_over_each_other(
     with DriverLease(folder, None, None):
         assert cli.main(["sweep", str(job), *FIRST]) == 1
     assert "another --output" in capsys.readouterr().err
+
+
+def test_each_training_has_the_text_and_the_batch_that_its_settings_say(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = job.parent / "runs"
+    data = JobSpec.model_validate_json(job.read_text()).data
+    prepare_dataset(data.model_copy(update={"sequence_length": 16}), runs / DATA_FOLDER)
+    lengths, batches = "data.sequence_length=16,32", "train.global_batch_size=4,1000000"
+    assert cli.main(["sweep", str(job), "--grid", batches]) == 78
+    assert "fewer than one batch of train.global_batch_size" in capsys.readouterr().err
+    assert cli.main(["sweep", str(job), "--grid", lengths, "--parallel", "2"]) == 0
+    assert "6 steps, 384 to 768 tokens each" in capsys.readouterr().out
+    alone = ["--set", "data.sequence_length=16", "--output", str(job.parent / "alone")]
+    assert cli.main(["sweep", str(job), *FIRST, *alone]) == 0
+    results = [runs / "small-sweep" / "sweep.json", job.parent / "alone" / "sweep.json"]
+    both, (one,) = ([p["evaluation"] for p in json.loads(r.read_text())["points"]] for r in results)
+    assert both[0] == one != both[1]
+
+
+def test_whose_process_is_killed_is_told_among_those_under_way(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pattern = job.parent / "runs" / "small-sweep", f"*/{EVENTS_FILE}"
+
+    def kill_one() -> None:
+        while not (launched := [Journal(f.parent).last("launched") for f in folder.glob(pattern)]):
+            time.sleep(0.1)
+        os.kill(launched[0]["pid"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one, daemon=True)
+    killer.start()
+    long = ["--set", "train.steps=1000000"]
+    assert cli.main(["sweep", str(job), "--grid", "optimizer.lr=0.02,0.03", *long]) == 1
+    killer.join()
+    error = capsys.readouterr().err
+    assert "process of a training was killed: one of lr-0.02-seed-0. Look for" in error

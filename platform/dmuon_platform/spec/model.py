@@ -1,12 +1,18 @@
 """Section ``model``: what is trained."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
+
+# Every block is laid out, on each rank and in every plan, so a slip of the key would take minutes.
+# A width beyond the second has matrices whose bytes no 64 bits count.
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Width = Annotated[int, Field(ge=1, le=10**9)]
+Heads = Annotated[int, Field(ge=1, le=10**5)]
 
 
 class ModelSpec(Section):
@@ -18,22 +24,22 @@ class ModelSpec(Section):
     path: str | None = Field(None, min_length=1)
     """A local Hugging Face folder to train instead (needs the ``hf`` extra). Then no sizes."""
 
-    vocab_size: PositiveInt = 256
+    vocab_size: Width = 256
     """Rows of the embedding; every token id must be below it. Byte tokens need 256."""
 
-    hidden_size: PositiveInt = 256
+    hidden_size: Width = 256
     """Width of the residual stream; a multiple of twice the attention heads."""
 
-    intermediate_size: PositiveInt = 704
+    intermediate_size: Width = 704
     """Width of the feed-forward layer."""
 
-    num_hidden_layers: PositiveInt = 4
-    """Decoder blocks."""
+    num_hidden_layers: Layers = 4
+    """Decoder blocks, at most 1,000."""
 
-    num_attention_heads: PositiveInt = 4
+    num_attention_heads: Heads = 4
     """Query heads."""
 
-    num_key_value_heads: PositiveInt | None = None
+    num_key_value_heads: Heads | None = None
     """Key and value heads, a divisor of the query heads; none for as many as those."""
 
     rope_theta: PositiveFloat = 10000.0

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -18,16 +18,19 @@ from dmuon_platform.data.info import DatasetInfo
 from dmuon_platform.driver_lease import AlreadyRunning, DriverLease
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError
+from dmuon_platform.events import Journal
 from dmuon_platform.git_state import git_state
 from dmuon_platform.launch import DATA_FOLDER
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spec.data import DataSpec
 from dmuon_platform.sweep.grid import Grid, Point, make_points
 from dmuon_platform.sweep.outcome import (
     MEASURE,
     Outcome,
     best_of,
     edges_of,
+    length_of,
     outcome_of,
     plain,
     rows_of,
@@ -38,6 +41,8 @@ from dmuon_platform.tracking import DATABASE, DRAIN_ENVIRONMENT, delivery, descr
 from dmuon_platform.tracking_files import TrackingFiles
 
 RESULT_FILE, TABLE_FILE, PICTURE_FILE = "sweep.json", "sweep.txt", "sweep.png"
+
+Datasets = Mapping[DataSpec, DatasetInfo]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,12 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     points = make_points(arguments.job, overrides, grids, arguments.seeds, folder.absolute())
     for point in points:
         preflight.check_earlier_run(point.spec)
-    preflight.check_job(points[0].spec)
+    for spec in {(each.spec.model, each.spec.data): each.spec for each in points}.values():
+        preflight.check_job(spec)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        info = _dataset(job)
-        check_size(info, job.train.global_batch_size)
-        outcomes = _outcomes(points, info, arguments.parallel)
+        texts = dict.fromkeys(point.spec.data for point in points)
+        datasets = {data: _dataset(job, data) for data in texts}
+        for point in points:
+            check_size(datasets[point.spec.data], point.spec.train.global_batch_size)
+        outcomes = _outcomes(points, datasets, arguments.parallel)
         _conclude(job, outcomes, grids, folder)
     return 0
 
@@ -83,23 +91,23 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _dataset(job: JobSpec) -> DatasetInfo:
-    """Return the prepared text, which all runs share; made with a Ray of its own if need be."""
+def _dataset(job: JobSpec, data: DataSpec) -> DatasetInfo:
+    """Return a prepared text, which runs share; made with a Ray of its own if need be."""
     folder = job.run_dir.parent / DATA_FOLDER
-    found = find_dataset(job.data, folder)
+    found = find_dataset(data, folder)
     if found is not None:
         return found
-    with RaySession(job) as session:
+    with RaySession(job.model_copy(update={"data": data})) as session:
         return session.prepare(folder)
 
 
-def _outcomes(points: Sequence[Point], info: DatasetInfo, parallel: int) -> list[Outcome]:
+def _outcomes(points: Sequence[Point], datasets: Datasets, parallel: int) -> list[Outcome]:
     """Return what came of each point, in their order, after running those that are left."""
     left = [point for point in points if outcome_of(point) is None]
     print(f"{len(points)} trainings, {len(points) - len(left)} of them done before", flush=True)
     for point in (point for point in points if point not in left):
-        _track(point, info)
-    for count, point in enumerate(_trained(left, info, parallel), 1):
+        _track(point, datasets[point.spec.data])
+    for count, point in enumerate(_trained(left, datasets, parallel), 1):
         outcome = outcome_of(point)
         if outcome is None:
             raise PlatformError(f"{point.spec.run_dir} does not say what came of its training")
@@ -109,23 +117,26 @@ def _outcomes(points: Sequence[Point], info: DatasetInfo, parallel: int) -> list
         print(
             f"{count}/{len(left)} {point.spec.name}: {shown}, {outcome.seconds:.0f} s", flush=True
         )
-        _track(point, info)
+        _track(point, datasets[point.spec.data])
     outcomes = [outcome_of(point) for point in points]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Iterator[Point]:
+def _trained(points: Sequence[Point], datasets: Datasets, parallel: int) -> Iterator[Point]:
     """Train, each point in a new process, and yield those that are at their end.
 
     Raises:
-        PlatformError: One failed. Those under way are finished first, and count.
+        PlatformError: One failed. Those under way are finished first, and count, unless the
+            process of one was killed, which ends them all.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         parallel, spawn, initializer=end_with, initargs=(os.getpid(),), max_tasks_per_child=1
     ) as pool:
         running = {
-            pool.submit(train_point, point.spec.model_dump(mode="json"), info.folder): point
+            pool.submit(
+                train_point, point.spec.model_dump(mode="json"), datasets[point.spec.data].folder
+            ): point
             for point in points
         }
         try:
@@ -133,7 +144,13 @@ def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Itera
                 point = running[future]
                 try:
                     future.result()
-                except (BrokenProcessPool, Exception) as error:
+                except BrokenProcessPool as error:  # of all that are left, whichever it was
+                    raise PlatformError(
+                        f"the process of a training was killed: one of {_under_way(points)}. Look "
+                        "for what kills it, such as a lack of memory; with a smaller --parallel "
+                        "less is needed at a time. The same command runs what is left again."
+                    ) from error
+                except Exception as error:
                     raise PlatformError(
                         f"the training {point.spec.name} failed: {type(error).__name__}: {error}. "
                         "The same command runs it, and what is left, again."
@@ -141,6 +158,11 @@ def _trained(points: Sequence[Point], info: DatasetInfo, parallel: int) -> Itera
                 yield point
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _under_way(points: Sequence[Point]) -> str:
+    begun = [p for p in points if Journal(p.spec.run_dir).last("launched") and not outcome_of(p)]
+    return ", ".join(point.spec.name for point in begun or points)
 
 
 def _track(point: Point, info: DatasetInfo) -> None:
@@ -169,8 +191,7 @@ def _conclude(job: JobSpec, outcomes: list[Outcome], grids: list[Grid], folder: 
     """Write table, picture and data, and say what is best."""
     rows = rows_of(outcomes)
     text = table(rows, grids)
-    tokens = job.num_steps * job.tokens_per_step
-    title = f"{job.name}: {job.num_steps} steps, {tokens:,} tokens each"
+    title = f"{job.name}: {length_of(outcomes)}"
     write_whole(folder / RESULT_FILE, json.dumps(plain(outcomes, grids), indent=2) + "\n")
     write_whole(folder / TABLE_FILE, f"{title}\n\n{text}\n")
     matplotlib_cache.keep_in(folder)

@@ -20,6 +20,9 @@ ALONE = (
     "faults.inject=[]",
 )
 
+OWN = ("train.seed", "name", "storage", *(each.partition("=")[0] for each in ALONE))
+"""Keys that the sweep sets, alike for all points but for seed and name."""
+
 Settings = Mapping[str, str]
 
 
@@ -51,8 +54,9 @@ class Grid:
                 )
             if key in axes or len(set(values)) < len(values):
                 raise SpecError(f"--grid {assignment}: a key or a value is there twice; once is it")
-            if key in ("train.seed", "name", "storage"):
-                raise SpecError(f"--grid {assignment}: {key} is the sweep's; seeds are --seeds")
+            for own in OWN:
+                if f"{own}.".startswith(f"{key}.") or f"{key}.".startswith(f"{own}."):
+                    raise SpecError(f"--grid {assignment}: {own} is the sweep's; seeds are --seeds")
             axes[key] = values
         return cls(axes)
 

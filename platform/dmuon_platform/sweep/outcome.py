@@ -83,6 +83,15 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     ]
 
 
+def length_of(outcomes: Sequence[Outcome]) -> str:
+    """Say how long each training is."""
+    specs = [each.point.spec for each in outcomes]
+    steps = sorted({spec.num_steps for spec in specs})
+    tokens = sorted({spec.num_steps * spec.tokens_per_step for spec in specs})
+    shown = (" to ".join(f"{n:,}" for n in (*few[:1], *few[1:][-1:])) for few in (steps, tokens))
+    return "{} steps, {} tokens each".format(*shown)
+
+
 def best_of(rows: Sequence[Row], grid: int) -> Row | None:
     """Return the best setting of a grid, None where all have diverged."""
     mine = [row for row in rows if row.grid == grid]
