@@ -171,6 +171,12 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
         2,
         ("neither a folder nor a file ending in", "give one of these"),
     ),
+    # sweeps
+    (
+        "sweep job.toml --grid optimizer.lr=0.1 --output file",
+        1,
+        ("The folder of the sweep, file, cannot be made (File exists)", "--output names one"),
+    ),
     # faults on purpose
     ("bench-recovery job.toml --kinds x", 78, ("--kinds x: x is none; write one or more of kill",)),
     (

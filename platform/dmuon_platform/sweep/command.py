@@ -62,7 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
         preflight.check_earlier_run(point.spec)
     for spec in {(each.spec.model, each.spec.data): each.spec for each in points}.values():
         preflight.check_job(spec)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlatformError(
+            f"The folder of the sweep, {folder}, cannot be made ({error.strerror or error}). "
+            "--output names one that can."
+        ) from error
     with _alone_in(folder):
         texts = dict.fromkeys(point.spec.data for point in points)
         datasets = {data: _dataset(job, data) for data in texts}
