@@ -26,6 +26,9 @@ Command = Callable[[argparse.Namespace], int]
 NOBODY_READS = 141
 """Exit code when the reader of our output is gone, as shells have it."""
 
+BAD_USAGE = 2
+"""Exit code of a command line that argparse refuses, and of one without a command."""
+
 RUN_COMMANDS = {
     "status": "show how a run stands: step, loss, speed, workers, checkpoint, restarts",
     "logs": "tell what happened to a run",
@@ -78,7 +81,12 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or that of the `PlatformError`."""
-    arguments = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    if not given:  # a first look
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
+    arguments = parser.parse_args(given)
     try:
         code: int = arguments.command(arguments)
     except PlatformError as error:

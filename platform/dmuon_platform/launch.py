@@ -140,7 +140,8 @@ def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
 
 def _told(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
     facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
-    return {"dataset": info.folder, "facts": facts}
+    tokenizer = tokenizer_files(load_tokenizer(spec.data.tokenizer))
+    return {"dataset": info.folder, "facts": facts, "tokenizer": tokenizer}
 
 
 def _train(

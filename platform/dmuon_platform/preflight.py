@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
-from dmuon_platform.data import check_data
+from dmuon_platform.data import check_data, check_pretrained, load_tokenizer
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model import build_model, vocabulary_size
@@ -39,6 +39,9 @@ def check_job(spec: JobSpec) -> None:
         SpecError: What does not fit.
     """
     build_model(spec.model, spec.data.sequence_length, device="meta")
+    if spec.model.path is not None:
+        name = spec.data.tokenizer
+        check_pretrained(name, load_tokenizer(name), Path(spec.model.path))
     check_data(spec.data, vocabulary_size(spec.model))
 
 

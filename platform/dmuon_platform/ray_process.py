@@ -111,8 +111,10 @@ def _call(
         return method(**arguments), None
     except (PlatformError, OSError) as error:
         return None, error
-    except Exception:  # it may not survive pickling; its text does
-        return None, RuntimeError(traceback.format_exc())
+    except Exception as error:  # it may not survive pickling; its text does
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        told.add_note(traceback.format_exc())  # for the console; the journal has the line above
+        return None, told
 
 
 def main() -> None:

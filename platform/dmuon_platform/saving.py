@@ -58,7 +58,8 @@ class Saving:
         spec: The job.
         place: Of this rank.
         attempt: Its number.
-        facts: That every checkpoint records.
+        told: By the launch: ``facts`` that every checkpoint records, and the files of the
+            ``tokenizer`` by name, which lie in every one.
         on_progress: Told that a save comes forward.
         before_commit: Writes the metrics up to a checkpoint, on rank 0. When that raises OSError
             the checkpoint does not count either, so a run that goes on from one lacks no step.
@@ -69,14 +70,15 @@ class Saving:
         spec: JobSpec,
         place: Place,
         attempt: int,
-        facts: Mapping[str, Any],
+        told: Mapping[str, Any],
         on_progress: Callable[[Phase], None] = lambda phase: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._place = place
         self._attempt = attempt
-        self._facts = dict(facts)
+        self._facts: dict[str, Any] = told["facts"]
+        self._tokenizer: dict[str, bytes] = told["tokenizer"]
         self._on_progress = on_progress
         self._before_commit = before_commit
         self.write: Callable[..., dmuon.SaveHandle] = dmuon.save_checkpoint
@@ -150,7 +152,7 @@ class Saving:
                 training.optimizer,
                 step=step,
                 extra={"attempt": self._attempt, "metrics": _finite(metrics), **self._facts},
-                files={CONFIG_FILE: self._config(training)},
+                files={CONFIG_FILE: self._config(training), **self._tokenizer},
                 async_save=True,
             )
         except dmuon.CheckpointError as error:  # on all ranks alike

@@ -18,7 +18,7 @@ class StopSignals:
 
     While workers train, a signal becomes ``stop.json``, and they save and end. Before and after
     that there is nothing to save, so the driver raises `GracefulStop` where it is. Ctrl-C a second
-    time ends it at once.
+    time ends it at once; another SIGTERM says nothing new.
 
     Args:
         run_dir: The folder of the run.
@@ -62,8 +62,10 @@ class StopSignals:
             )
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
-        if self._reason is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if self._reason is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # `timeout` sends two, and the second may come within this very function
         name = self._reason = signal.Signals(number).name
         if not self._is_training:
             raise GracefulStop(f"Stopped by {name}. Run it again to go on.")

@@ -14,7 +14,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
 from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
-from dmuon_platform.spec import load_job
+from dmuon_platform.spec import JobSpec, load_job
 
 EXCLUDES = [".git", ".venv", "/runs"]
 """What is never uploaded, beside what ``.gitignore`` and ``.rayignore`` name."""
@@ -29,6 +29,10 @@ OUR_PACKAGES = ("dmuon", "dmuon_platform")
 
 FROM_A_CLONE = "jobs/train.py"
 """Runs a job where our packages are files and not installed."""
+
+OUR_COMMAND = ("-P", "-m", "dmuon_platform.cli")
+"""Runs it where our packages are not in the working folder. A job that uploads none works in the
+folder in which the head was started: without ``-P`` a clone there would hide one of the two."""
 
 INSTALLED = "site-packages"
 """Packages below such a folder are taken to be installed on the cluster too."""
@@ -52,6 +56,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         PlatformError: The job is wrong, or the server does not take it.
     """
     spec = load_job(job, overrides)
+    _check_uploaded(spec)
     entrypoint = _entrypoint(job, overrides)
     environment: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDES}
     if not _is_clone(Path.cwd()):
@@ -88,9 +93,10 @@ def submit_resume(
     if not Path(storage).is_absolute():
         raise SpecError(
             f"--storage {storage} must be the absolute path at which the cluster sees it, since "
-            "the job runs there in another folder"
+            "the job runs there in another folder; where it sees this machine's files that is "
+            f"--storage {shlex.quote(str(Path(storage).resolve()))}"
         )
-    command = ["python", "-m", "dmuon_platform.cli", "resume", name, f"--storage={storage}"]
+    command = ["python", *OUR_COMMAND, "resume", name, f"--storage={storage}"]
     entrypoint = shlex.join([*command, *(f"--set={one}" for one in overrides)])
     submission = _Submission.make(address, name, entrypoint, _our_modules())
     return submission.follow() if follow else submission.leave()
@@ -155,9 +161,22 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
             f"{job}: lies outside {here}, which is what the cluster gets; change to a folder above "
             "the job file and submit from there"
         )
-    start = [FROM_A_CLONE] if _is_clone(here) else ["-m", "dmuon_platform.cli", "run"]
+    start = [FROM_A_CLONE] if _is_clone(here) else [*OUR_COMMAND, "run"]
     command = ["python", *start, path.relative_to(here).as_posix()]
     return shlex.join([*command, *(f"--set={one}" for one in overrides)])
+
+
+def _check_uploaded(spec: JobSpec) -> None:
+    sources = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
+    named = [("model.path", spec.model.path), ("data.tokenizer", spec.data.tokenizer)]
+    for key, path in [*named, *(("data.source", source) for source in sources)]:
+        first = Path(path).parts[0] if path else None
+        if first in (left_out := [name.strip("/") for name in EXCLUDES]):
+            raise SpecError(
+                f"{key} = {path!r} is not uploaded to the cluster, which gets this folder without "
+                f"{', '.join(left_out)} and what .gitignore names: write the absolute path at "
+                "which the cluster sees it, or copy it to another folder here"
+            )
 
 
 def _is_clone(folder: Path) -> bool:

@@ -38,8 +38,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         dataset = open_dataset(Path(config["dataset"]))
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
         record = Record(spec, place, config["attempt"])
-        attempt, facts = config["attempt"], config["facts"]
-        saving = Saving(spec, place, attempt, facts, pulse.at, record.sync)
+        saving = Saving(spec, place, config["attempt"], config, pulse.at, record.sync)
         return train(spec, training, saving, pulse, record, plan)
 
 

@@ -110,7 +110,7 @@ def test_status_tells_what_the_run_has_come_to(reference):
     assert told["checkpoint"]["path"] == run.events("finished")[0]["checkpoint"]
 
 
-def test_the_registered_model_generates_text_with_transformers(tracking, tmp_path):
+def test_the_registered_model_generates_text_with_transformers(reference, tracking, tmp_path):
     mlflow = pytest.importorskip("mlflow")
     transformers = pytest.importorskip("transformers")
     client, _ = tracking
@@ -123,6 +123,9 @@ def test_the_registered_model_generates_text_with_transformers(tracking, tmp_pat
     text = tokenizer.decode(answer[0])
     assert text.startswith("    def __init__(")
     assert len(text) > len("    def __init__(")
+    run, _ = reference
+    checkpoint = Path(run.events("finished")[0]["checkpoint"])
+    assert transformers.AutoTokenizer.from_pretrained(checkpoint)("def").input_ids == [*b"def"]
 
 
 def test_a_finished_job_says_so_and_does_nothing(reference):

@@ -98,7 +98,7 @@ def test_validate_refuses_data_that_is_not_there(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["run"], ["submit", TINY], ["walk"], ["status", "x", "--every", "nan"]]
+    "arguments", [["run"], ["submit", TINY], ["walk"], ["status", "x", "--every", "nan"]]
 )
 def test_wrong_arguments_show_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -178,7 +178,7 @@ def test_submit_from_elsewhere_brings_our_packages(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["submit", "mine.toml", "--address", "http://127.0.0.1:8265"]) == 0
     (job,) = server.jobs
-    assert job["entrypoint"] == "python -m dmuon_platform.cli run mine.toml"
+    assert job["entrypoint"] == "python -P -m dmuon_platform.cli run mine.toml"
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     packages = {Path(module).relative_to(ROOT).as_posix() for module in environment["py_modules"]}
@@ -190,18 +190,49 @@ def test_resume_on_a_cluster_uploads_no_job_and_needs_the_storage_that_the_clust
 ) -> None:
     arguments = ["resume", "mine", "--address", "http://127.0.0.1:8265", "--set=train.steps=9"]
     assert cli.main(arguments) == 78
-    assert "--storage runs must be the absolute path" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--storage runs must be the absolute path" in message
+    assert f"that is --storage {Path.cwd() / 'runs'}" in message
     assert server.jobs == []
     assert cli.main([*arguments, "--storage", "/mnt/runs"]) == 0
     (job,) = server.jobs
     assert job["entrypoint"] == (
-        "python -m dmuon_platform.cli resume mine --storage=/mnt/runs --set=train.steps=9"
+        "python -P -m dmuon_platform.cli resume mine --storage=/mnt/runs --set=train.steps=9"
     )
     assert job["metadata"] == {"dmuon_name": "mine"}
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     assert "working_dir" not in environment
     assert environment["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.tokenizer", "data.source"])
+def test_submit_refuses_what_it_does_not_upload(
+    server: FakeServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    key: str,
+) -> None:
+    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    job = Path(TINY).read_text(encoding="utf-8").splitlines()
+    kept = [line for line in job if not line.startswith(tuple(sizes.split()))]
+    (tmp_path / "mine.toml").write_text("\n".join(kept), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["submit", "mine.toml", "--address", "http://127.0.0.1:8265", "--set"]
+    assert cli.main([*arguments, f"{key}=runs/tiny_cpu/export"]) == 78
+    message = capsys.readouterr().err
+    assert f"{key} = 'runs/tiny_cpu/export' is not uploaded" in message
+    assert "absolute path" in message
+    assert server.jobs == []
+    assert cli.main([*arguments, f"{key}=/mnt/runs/tiny_cpu/export"]) == 0
+
+
+def test_without_a_command_it_shows_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    printed = capsys.readouterr().err
+    assert "usage: dmuon" in printed
+    assert "write a first job file" in printed
 
 
 def test_submit_says_where_a_relative_storage_will_lie(

@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 from dmuon_platform.data import ByteTokenizer, FileTokenizer, load_tokenizer
-from dmuon_platform.data.tokenizer import check_vocabulary, tokenizer_files
+from dmuon_platform.data.tokenizer import check_pretrained, check_vocabulary, tokenizer_files
 from dmuon_platform.errors import SpecError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -72,6 +72,23 @@ def test_a_model_that_does_not_know_every_token_is_refused(bpe_file):
     tokenizer = load_tokenizer(str(bpe_file))
     with pytest.raises(SpecError, match=f"at least {tokenizer.vocab_size}"):
         check_vocabulary(str(bpe_file), tokenizer, 256)
+
+
+def test_a_model_of_another_tokenizer_is_refused(bpe_file, tmp_path):
+    model, trained_with = tmp_path / "model", load_tokenizer(str(bpe_file))
+    model.mkdir()
+    check_pretrained("bytes", ByteTokenizer(), model)  # a folder without one says nothing
+    file = model / "tokenizer.json"
+    file.write_text(trained_with.to_json())
+    with pytest.raises(SpecError, match=r"data\.tokenizer = 'bytes' gives other ids") as caught:
+        check_pretrained("bytes", ByteTokenizer(), model)
+    assert f"Set data.tokenizer = {str(file)!r}" in str(caught.value)
+    check_pretrained(str(bpe_file), trained_with, model)
+    more = Tokenizer.from_file(str(file))
+    more.add_tokens(["an added word"])
+    check_pretrained("more", FileTokenizer(more.to_str()), model)
+    file.write_text(ByteTokenizer().to_json())
+    check_pretrained("bytes", ByteTokenizer(), model)
 
 
 def test_a_vocabulary_with_holes_counts_to_its_largest_id():

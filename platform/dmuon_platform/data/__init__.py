@@ -12,6 +12,7 @@ from dmuon_platform.data.tokenizer import (
     BYTES,
     ByteTokenizer,
     FileTokenizer,
+    check_pretrained,
     load_tokenizer,
     tokenizer_files,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "DatasetInfo",
     "FileTokenizer",
     "check_data",
+    "check_pretrained",
     "check_size",
     "find_dataset",
     "load_tokenizer",

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from dmuon_platform.errors import SpecError
 
 BYTES = "bytes"
+TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
@@ -97,8 +98,10 @@ def load_tokenizer(name: str) -> TextTokenizer:
     Raises:
         SpecError: It is neither ``"bytes"`` nor a readable ``tokenizer.json``.
     """
-    if name == BYTES:
-        return ByteTokenizer()
+    return ByteTokenizer() if name == BYTES else _read(name)
+
+
+def _read(name: str) -> FileTokenizer:
     path = Path(name).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -130,7 +133,29 @@ def check_vocabulary(name: str, tokenizer: TextTokenizer, vocab_size: int) -> No
     if vocab_size < needed:
         raise SpecError(
             f"data.tokenizer = {name!r} has {needed} tokens, but model.vocab_size is {vocab_size}. "
-            f"Set model.vocab_size to at least {needed}."
+            f"Set model.vocab_size to at least {needed}, or with model.path name that model's own "
+            "tokenizer.json."
+        )
+
+
+def check_pretrained(name: str, tokenizer: TextTokenizer, folder: Path) -> None:
+    """Refuse to train a model that was trained with another tokenizer.
+
+    Either may know more tokens than the other; those of both must have the same ids.
+
+    Raises:
+        SpecError: The ``tokenizer.json`` in the model's folder gives other ids.
+    """
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return
+    ours = Tokenizer.from_str(tokenizer.to_json()).get_vocab().items()
+    theirs = Tokenizer.from_str(_read(str(file)).text).get_vocab().items()
+    if not (ours <= theirs or ours >= theirs):
+        raise SpecError(
+            f"data.tokenizer = {name!r} gives other ids than {file}, with which model.path was "
+            f"trained: it would read other text than it knows. Set data.tokenizer = {str(file)!r}; "
+            "to train it on other tokens on purpose, take that file out of the folder."
         )
 
 
@@ -144,7 +169,7 @@ def tokenizer_files(tokenizer: TextTokenizer) -> dict[str, bytes]:
         separator = Tokenizer.from_str(tokenizer.to_json()).id_to_token(tokenizer.separator_id)
         config |= {"eos_token": separator, "bos_token": separator}
     return {
-        "tokenizer.json": tokenizer.to_json().encode(),
+        TOKENIZER_FILE: tokenizer.to_json().encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
     }
 
