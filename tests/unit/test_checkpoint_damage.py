@@ -325,7 +325,7 @@ def good_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(place=st.integers(0, 10**6), put=st.binary(max_size=4), drop=st.integers(0, 4))
 def test_any_change_of_a_file_is_refused_or_read_and_nothing_else(good_file, place, put, drop):
     whole = good_file.read_bytes()

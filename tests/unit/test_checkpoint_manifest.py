@@ -294,7 +294,7 @@ def test_json_that_python_would_take_or_choke_on_is_refused(tmp_path, rest, mess
         read_manifest(tmp_path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_whatever_is_said_is_taken_or_refused_and_nothing_else(data):
     """Any part of a manifest replaced by anything: a manifest or a ValueError."""

@@ -47,7 +47,7 @@ def test_its_numbers_never_change() -> None:
     assert checksum(bytes(range(256)) * 1000) == wanted
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, len(FILE)), max_size=6))
 def test_it_does_not_matter_in_which_pieces_bytes_come(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(FILE)]
@@ -55,7 +55,7 @@ def test_it_does_not_matter_in_which_pieces_bytes_come(cuts: list[int]) -> None:
     assert checksum(*pieces) == checksum(FILE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     size=st.sampled_from([1, 8, 512, ROW_BYTES, 4096, BLOCK_BYTES]),
     one=st.integers(0, 10**6),
@@ -73,7 +73,7 @@ def test_parts_that_change_places_change_it(size: int, one: int, other: int) -> 
     assert (checksum(bytes(spoilt)) == checksum(FILE)) == (spoilt == FILE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     place=st.integers(0, len(FILE) - 1),
     put=st.sampled_from([b"\0", b"\xff", b"\0" * 512, b"\0" * 4096, FILE[-4096:]]),

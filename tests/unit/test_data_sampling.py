@@ -19,7 +19,7 @@ def dataset() -> Dataset:
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_permutation_takes_each_place_once(size, seed, epoch):
     order = Permutation(size, seed, epoch)(np.arange(size))
     assert sorted(order.tolist()) == list(range(size))
@@ -52,7 +52,7 @@ def test_an_order_looks_random():
     seed=st.integers(0, 5),
     step=st.integers(0, 100),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_batch_is_the_same_however_it_is_divided(dataset, batch, world_size, micro, seed, step):
     whole = dataset.batch(step, slice(0, batch), batch, seed)
     edges = [batch * rank // world_size for rank in range(world_size + 1)]
@@ -67,7 +67,7 @@ def test_a_batch_is_the_same_however_it_is_divided(dataset, batch, world_size, m
 
 
 @given(batch=st.integers(1, 40), num_epochs=st.integers(1, 3), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_each_sample_comes_once_an_epoch(dataset, batch, num_epochs, seed):
     size = dataset.info.num_train_sequences
     num_steps = -(-num_epochs * size // batch)

@@ -3,7 +3,7 @@
 from dmuon_platform.metric_delivery import MetricDelivery
 from dmuon_platform.run_story import plans_of, restarts_of, tags_of
 from dmuon_platform.spool import Continuation, MetricsSpool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -33,7 +33,6 @@ class Tracker:
 FATES = st.sampled_from(["answer", "refuse", "lose the answer", "half", "die", "restart"])
 
 
-@settings(deadline=None)
 @given(fates=st.lists(FATES, max_size=12), per_round=st.integers(0, 3))
 def test_every_point_arrives_once(tmp_path_factory, fates, per_round):
     spool = MetricsSpool(tmp_path_factory.mktemp("run"))

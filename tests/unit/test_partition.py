@@ -173,7 +173,7 @@ def test_an_empty_plan_prints_and_an_impossible_one_is_refused() -> None:
 shapes = st.tuples(st.integers(1, 300), st.integers(1, 300))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(shapes, min_size=1, max_size=40), st.integers(1, 9))
 def test_every_matrix_has_one_owner_and_no_owner_is_overloaded(
     sizes: list[tuple[int, int]], num_owners: int
@@ -193,7 +193,7 @@ def test_every_matrix_has_one_owner_and_no_owner_is_overloaded(
 few_shapes = st.lists(shapes, min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(few_shapes, st.integers(1, 60), st.integers(1, 70), st.randoms(use_true_random=False))
 def test_the_plan_is_that_of_asking_every_owner(
     kinds: list[Shape], length: int, num_owners: int, random: Random

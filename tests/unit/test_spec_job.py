@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from dmuon_platform.errors import SpecError
 from dmuon_platform.spec import JobSpec, job_of, load_job
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_job import SMALL, small
 
@@ -65,7 +65,6 @@ def test_a_job_survives_the_way_to_a_worker() -> None:
         assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
-@settings(deadline=None)  # a machine may be busy
 @given(
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     storage=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
