@@ -15,7 +15,7 @@ from mlflow_runs import Server
 
 @pytest.fixture(scope="session")
 def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all processes that share the tests of this session (``-n 4``)."""
+    """One folder for all processes that share the tests of this session (``-n 2``)."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
