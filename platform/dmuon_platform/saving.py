@@ -53,13 +53,13 @@ class Saving:
 
     Attributes:
         write: Begins to write a checkpoint, as `dmuon.save_checkpoint` does.
+        files: Of the tokenizer, by name, which lie in every checkpoint.
 
     Args:
         spec: The job.
         place: Of this rank.
         attempt: Its number.
-        told: By the launch: ``facts`` that every checkpoint records, and the files of the
-            ``tokenizer`` by name, which lie in every one.
+        facts: That every checkpoint records.
         on_progress: Told that a save comes forward.
         before_commit: Writes the metrics up to a checkpoint, on rank 0. When that raises OSError
             the checkpoint does not count either, so a run that goes on from one lacks no step.
@@ -70,18 +70,18 @@ class Saving:
         spec: JobSpec,
         place: Place,
         attempt: int,
-        told: Mapping[str, Any],
+        facts: Mapping[str, Any],
         on_progress: Callable[[Phase], None] = lambda phase: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._place = place
         self._attempt = attempt
-        self._facts: dict[str, Any] = told["facts"]
-        self._tokenizer: dict[str, bytes] = told["tokenizer"]
+        self._facts = dict(facts)
         self._on_progress = on_progress
         self._before_commit = before_commit
         self.write: Callable[..., dmuon.SaveHandle] = dmuon.save_checkpoint
+        self.files: Mapping[str, bytes] = {}
         self._journal = Journal(spec.run_dir)
         self._store = CheckpointStore(spec.run_dir, self._on_damage)
         self._pending: _Pending | None = None
@@ -152,7 +152,7 @@ class Saving:
                 training.optimizer,
                 step=step,
                 extra={"attempt": self._attempt, "metrics": _finite(metrics), **self._facts},
-                files={CONFIG_FILE: self._config(training), **self._tokenizer},
+                files={CONFIG_FILE: self._config(training), **self.files},
                 async_save=True,
             )
         except dmuon.CheckpointError as error:  # on all ranks alike

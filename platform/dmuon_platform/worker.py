@@ -38,7 +38,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         dataset = open_dataset(Path(config["dataset"]))
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
         record = Record(spec, place, config["attempt"])
-        saving = Saving(spec, place, config["attempt"], config, pulse.at, record.sync)
+        saving = Saving(spec, place, config["attempt"], config["facts"], pulse.at, record.sync)
+        saving.files = config["tokenizer"]
         return train(spec, training, saving, pulse, record, plan)
 
 
