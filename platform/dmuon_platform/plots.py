@@ -166,11 +166,14 @@ def _draw_ownership(figure: Figure, run: RunHistory) -> None:
     figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center")
 
 
+_MARKED: Any = {"marker": "o", "markersize": 3.0}
+"""Of curves that are measured once in many steps."""
+
+
 def _draw_spectral_norm(figure: Figure, run: RunHistory) -> None:
     axes = axes_of(figure, "largest singular value")
-    style: Any = {"marker": "o", "markersize": 3.0}
-    plot(axes, run.curves[NORM_MAX], "highest of all matrices", BLUE, **style)
-    plot(axes, run.curves[NORM_MIN], "lowest of all matrices", ORANGE, **style)
+    plot(axes, run.curves[NORM_MAX], "highest of all matrices", BLUE, **_MARKED)
+    plot(axes, run.curves[NORM_MIN], "lowest of all matrices", ORANGE, **_MARKED)
     if run.updates is not None:
         low, high = run.updates[1].band
         axes.axhspan(low, high, color=GREY, alpha=0.15, linewidth=0, label="whole updates")
@@ -181,9 +184,8 @@ def _draw_spectral_norm(figure: Figure, run: RunHistory) -> None:
 
 def _draw_orthogonality(figure: Figure, run: RunHistory) -> None:
     axes = axes_of(figure, "orthogonality error")
-    style: Any = {"marker": "o", "markersize": 3.0}
-    plot(axes, run.curves[ERROR_MAX], "highest of all matrices", ORANGE, **style)
-    plot(axes, run.curves[ERROR_MEAN], "mean", BLUE, **style)
+    plot(axes, run.curves[ERROR_MAX], "highest of all matrices", ORANGE, **_MARKED)
+    plot(axes, run.curves[ERROR_MEAN], "mean", BLUE, **_MARKED)
     label = "half of the directions"
     axes.axhline(HALF_THE_DIRECTIONS, color=GREY, linewidth=1.0, linestyle=":", label=label)
     axes.set_ylim(bottom=0)
@@ -192,8 +194,7 @@ def _draw_orthogonality(figure: Figure, run: RunHistory) -> None:
 
 def _draw_update_size(figure: Figure, run: RunHistory) -> None:
     axes = axes_of(figure, "RMS of update over RMS of weight")
-    style: Any = {"marker": "o", "markersize": 3.0}
-    plot(axes, run.curves[CHANGE], "median of all matrices", BLUE, **style)
+    plot(axes, run.curves[CHANGE], "median of all matrices", BLUE, **_MARKED)
     use_decades(axes)
     finish(axes, run)
 

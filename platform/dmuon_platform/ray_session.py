@@ -68,15 +68,13 @@ class RaySession:
         Raises:
             PlatformError: The cluster is not there, or does not accept us, or ours did not start.
         """
-        for _ in range(OWN_TRIES if cluster.address_of(self._spec) is None else 1):
+        if cluster.address_of(self._spec) is not None:
+            return self.connect()
+        for _ in range(OWN_TRIES):
             try:
-                self.connect()
+                return self.connect()
             except (RayLost, RuntimeError) as error:
                 problem = error
-            else:
-                return
-        if cluster.address_of(self._spec) is not None:
-            raise problem
         reason = str(problem).strip().splitlines()[-1]
         raise PlatformError(
             f"The local Ray of this job did not start in {OWN_TRIES} tries: {reason}\nLook for a "
