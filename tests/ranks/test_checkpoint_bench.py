@@ -37,5 +37,9 @@ def test_all_ways_to_save_are_measured_in_one_run(tmp_path: Path) -> None:
         assert 1 <= ours["most_written_over_mean"] <= 1.15
         # two moments of every matrix against one
         assert 1.2 < torchs["bytes"] / ours["bytes"] < 1.7
-    assert result["runs"][1]["load_other_mesh_s"] > 0
+        for way in run["ways"].values():
+            assert all(rate["min"] <= rate["median"] for rate in way["rates"].values())
+        assert {rate["median"] for rate in torchs["rates"].values()} == {1.0}
+    assert result["runs"][0]["load_other_mesh"] is None
+    assert result["runs"][1]["load_other_mesh"]["median"] > 0
     assert "written on another mesh" in done.stdout
