@@ -24,7 +24,7 @@ from dmuon.bench.checkpoint_contenders import (
     Way,
 )
 from dmuon.bench.checkpoint_summary import render, summarise
-from dmuon.bench.checkpoint_turn import Timed, forward_backward, remember, seconds, time_way
+from dmuon.bench.checkpoint_turn import Timed, forward_backward, seconds, time_way
 from dmuon.bench.contenders import Contender, make_adamw, make_dmuon
 from dmuon.bench.ranks import Launch, RankError, rank_device, run_ranks
 from dmuon.bench.settings import Settings
@@ -128,14 +128,13 @@ def _time_meshes(way: Way, plan: Plan) -> list[tuple[float, float]]:
     way.save(folders[-1])
     times = []
     for _ in range(1 + plan.rounds if number > 0 else 0):
-        for folder in folders[-2:]:
-            remember(folder)
         own, other = (_load(way, folder) for folder in reversed(folders[-2:]))
         times.append((own, other))
     return times[1:]
 
 
 def _load(way: Way, folder: Path) -> float:
+    way.load(folder)  # now its files are in the page cache
     return seconds(lambda: way.load(folder))
 
 
