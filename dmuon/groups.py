@@ -208,7 +208,7 @@ def _number(value: object) -> float:
 
 
 def _check_choices(settings: Mapping[str, Any], where: str) -> None:
-    if settings["nesterov"] not in (True, False):
+    if not isinstance(settings["nesterov"], bool):
         raise SetupError(f"{where}: nesterov must be True or False, got {settings['nesterov']!r}")
     if settings["adjust_lr_fn"] not in ADJUST_LR_FNS:
         raise SetupError(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import dmuon
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
-from dmuon_platform.errors import CopyError, DamagedSourceError
+from dmuon_platform.errors import CopyError, DamagedSourceError, NoCheckpointError
 from dmuon_platform.run_folder import is_run
 from dmuon_platform.text_table import text_table
 
@@ -43,8 +44,9 @@ class _Answer:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments of ``dmuon checkpoint`` ask, print the answer, return the exit code."""
     try:
+        _check_no_run(arguments)
         answer = _ACTIONS[arguments.action](arguments)
-    except (dmuon.DMuonError, CopyError, OSError) as error:
+    except (dmuon.DMuonError, CopyError, NoCheckpointError, OSError) as error:
         if arguments.traceback:
             traceback.print_exc()
         else:
@@ -59,6 +61,22 @@ def run(arguments: argparse.Namespace) -> int:
     for complaint in answer.complaints:
         print(f"dmuon: {_line(complaint)}", file=sys.stderr)
     return answer.code
+
+
+def _check_no_run(arguments: argparse.Namespace) -> None:
+    """Refuse the folder of a run where a checkpoint is wanted.
+
+    Raises:
+        NoCheckpointError: It is one.
+    """
+    named = [getattr(arguments, name, None) for name in ("path", "source", "a", "b")]
+    for each in named:
+        for path in each if isinstance(each, list) else [each]:
+            if path and is_run(Path(path)):
+                raise NoCheckpointError(
+                    f"{path} is the folder of a run; name one of its checkpoints, which this "
+                    f"lists: dmuon checkpoint list {shlex.quote(path)}"
+                )
 
 
 def _words(error: Exception, arguments: argparse.Namespace) -> str:

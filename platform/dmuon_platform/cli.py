@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,19 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Options of `RUN_COMMANDS`: which of them take it, and how it is read."""
+
+
+class _Version(argparse.Action):
+    """Prints our version and that of what decides how a run behaves."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import platform
+
+        import dmuon
+
+        packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "mlflow"))
+        print(f"dmuon {dmuon.__version__} (Python {platform.python_version()} {packages})")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 75 stopped on request or the cluster is gone (run again to go "
         "on), 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show it, and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_job_commands(commands)
     schema = commands.add_parser("schema", help="print the JSON schema of job files")

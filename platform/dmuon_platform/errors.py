@@ -6,6 +6,7 @@
     ├── ClusterLost   75   the cluster is gone: submit again
     ├── Diverged      86   the loss or a gradient is no longer a number
     ├── FatalError    70   the same failure again: another attempt would not help
+    ├── NoCheckpointError  2   something else is named where a checkpoint is wanted
     └── CopyError      2   a checkpoint that cannot be copied as asked
         └── DamagedSourceError  1   because it is not whole
 
@@ -57,6 +58,12 @@ class FatalError(PlatformError):
 
 class CopyError(PlatformError):
     """A checkpoint cannot be copied as asked; what is at the target is none."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class NoCheckpointError(PlatformError):
+    """What is named holds checkpoints, and is none."""
 
     exit_code: ClassVar[int] = 2
 

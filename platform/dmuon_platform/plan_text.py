@@ -72,15 +72,17 @@ def _packing(forecast: "dmuon.Forecast") -> str:
 
 def _memory(forecast: "dmuon.Forecast") -> str:
     columns = (forecast.memory, forecast.least_memory, forecast.adamw_memory)
+    is_small = max(column.total for column in columns) < 2**30
+    unit, num_bytes = ("MIB", 2**20) if is_small else ("GIB", 2**30)
     names = [field.name for field in fields(columns[0])]
     rows = [
         (
             f"{name} (estimate)" if name == "activations" else name,
-            *(f"{getattr(column, name) / 2**30:,.3f}" for column in columns),
+            *(f"{getattr(column, name) / num_bytes:,.3f}" for column in columns),
         )
         for name in (*names, "total")
     ]
-    return text_table(("GIB OF A RANK", "FULLEST OWNER", "EMPTIEST OWNER", "ADAMW-FSDP2"), rows)
+    return text_table((f"{unit} OF A RANK", "FULLEST OWNER", "EMPTIEST OWNER", "ADAMW-FSDP2"), rows)
 
 
 def _time(forecast: "dmuon.Forecast") -> str:

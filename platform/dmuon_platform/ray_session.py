@@ -95,8 +95,8 @@ class RaySession:
         """
         cluster.check_address(self._spec)
         self._has_asked = False
-        self._start()
         try:
+            self._start()
             address = self._ask("connect", CONNECT_S, spec=self._spec.model_dump(mode="json"))
         except BaseException:
             self.close()
@@ -144,8 +144,12 @@ class RaySession:
             at_once: Wait for nothing, because it is known to answer no more.
         """
         process, self._process, self._head = self._process, None, None
-        if process is None:
-            return
+        if process is not None:
+            self._end(process, at_once=at_once)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _end(self, process: subprocess.Popen[bytes], *, at_once: bool) -> None:
         family = _family(process.pid)
         if self._connection is not None:
             self._connection.close()
@@ -157,8 +161,6 @@ class RaySession:
             with suppress(psutil.Error):
                 one.kill()
         psutil.wait_procs(family, CLOSE_S)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

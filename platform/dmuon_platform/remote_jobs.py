@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from typing import Any
 
@@ -21,6 +22,13 @@ SIGNALLED = 128
 """Exit codes above are of processes that a signal ended; they also come as negative numbers."""
 
 DIED = "JOB_SUPERVISOR_ACTOR_DIED"
+
+CHATTY = (
+    "ray._private.runtime_env.packaging",
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+)
+"""Modules of Ray that tell every step of an upload, where one line of ours is enough."""
 
 LOOK_S = 1.0
 
@@ -42,6 +50,8 @@ def connect(address: str) -> JobSubmissionClient:
             f"No Ray job server can be at --address {address}: its address begins with http://, as "
             "http://HOST:8265."
         )
+    for module in CHATTY:
+        logging.getLogger(module).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -22,7 +22,7 @@ from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State
-from dmuon_platform.run_folder import JOB_FILE, run_folder, runs_in
+from dmuon_platform.run_folder import JOB_FILE, REPORT_FILE, run_folder, runs_in
 from dmuon_platform.run_report import plain, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
 from dmuon_platform.spec import load_job
@@ -181,8 +181,11 @@ def report(arguments: argparse.Namespace) -> int:
     folder = run_folder(arguments.run, arguments.storage)
     matplotlib_cache.keep_in(folder / TRACKING_FOLDER)
     try:
-        if arguments.out is not None and not arguments.out.parent.is_dir():
-            raise NotADirectoryError(f"there is no folder {arguments.out.parent}")
+        target = arguments.out or folder / REPORT_FILE
+        if not target.parent.is_dir():
+            raise NotADirectoryError(f"there is no folder {target.parent}")
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder")
         from dmuon_platform.report_page import write_report
 
         print(write_report(folder, arguments.out))

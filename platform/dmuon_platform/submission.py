@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,12 @@ from typing import Any
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
 from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
 from dmuon_platform.spec import JobSpec, load_job
-
-EXCLUDES = [".git", ".venv", "/runs"]
-"""What is never uploaded, beside what ``.gitignore`` and ``.rayignore`` name."""
+from dmuon_platform.uploads import EXCLUDES, find_missing
 
 STOP_WAIT_S = 60
 """Between ``ray job stop`` and SIGKILL; Ray's 3 seconds are too few to save a checkpoint."""
@@ -56,8 +56,8 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         PlatformError: The job is wrong, or the server does not take it.
     """
     spec = load_job(job, overrides)
-    _check_uploaded(spec)
     entrypoint = _entrypoint(job, overrides)
+    _check_uploaded(job, spec)
     environment: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDES}
     if not _is_clone(Path.cwd()):
         environment |= _our_modules()
@@ -166,17 +166,40 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
     return shlex.join([*command, *(f"--set={one}" for one in overrides)])
 
 
-def _check_uploaded(spec: JobSpec) -> None:
-    sources = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
-    named = [("model.path", spec.model.path), ("data.tokenizer", spec.data.tokenizer)]
-    for key, path in [*named, *(("data.source", source) for source in sources)]:
-        first = Path(path).parts[0] if path else None
-        if first in (left_out := [name.strip("/") for name in EXCLUDES]):
+def _check_uploaded(job: str, spec: JobSpec) -> None:
+    named = {
+        "the job": [Path(job)],
+        "model.path": _relative(spec.model.path),
+        "data.tokenizer": _relative(spec.data.tokenizer),
+        "data.source": _sources(spec.data.source),
+    }
+    here = Path.cwd()
+    for key, paths in named.items():
+        # Not resolved: a link is uploaded as what it points to, under its own name.
+        missing = find_missing([Path(os.path.abspath(path)) for path in paths], here)
+        if missing is not None:
             raise SpecError(
-                f"{key} = {path!r} is not uploaded to the cluster, which gets this folder without "
-                f"{', '.join(left_out)} and what .gitignore names: write the absolute path at "
-                "which the cluster sees it, or copy it to another folder here"
+                f"{key}: {missing.relative_to(here)} is not uploaded to the cluster, which gets "
+                f"this folder without {', '.join(name.strip('/') for name in EXCLUDES)} and what "
+                ".gitignore and .rayignore name: write the absolute path at which the cluster "
+                "sees it, copy it to another folder here, or except it there with a line !PATTERN"
             )
+
+
+def _relative(path: str | None) -> list[Path]:
+    """What is meant to lie in the current folder."""
+    given = Path(path or "/")
+    return [given] if not given.is_absolute() and given.exists() else []
+
+
+def _sources(source: str | Sequence[str]) -> list[Path]:
+    patterns = [source] if isinstance(source, str) else source
+    relative = [
+        pattern
+        for pattern in patterns
+        if pattern != PYTHON_STDLIB and not Path(pattern).expanduser().is_absolute()
+    ]
+    return find_files(relative) if relative else []
 
 
 def _is_clone(folder: Path) -> bool:

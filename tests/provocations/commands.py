@@ -142,6 +142,11 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("checkpoint list no", 2, ("no: there is no such folder", "that checkpoints were saved in")),
     ("checkpoint list saved", 2, ("it is itself a checkpoint", "give the folder around it: .")),
     ("checkpoint show runs", 1, ("runs is not a whole checkpoint", "it is none, or writing")),
+    (
+        "checkpoint verify runs/torn",
+        2,
+        ("runs/torn is the folder of a run", "dmuon checkpoint list runs/torn"),
+    ),
     ("checkpoint show file", 2, ("file: it is no folder; give the folder of a checkpoint",)),
     ('checkpoint show ""', 2, ("the path of a checkpoint must be text", "and not empty, got ''")),
     ("checkpoint export saved file", 2, ("file: it is there already; nothing is overwritten",)),
@@ -205,7 +210,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "sweep job.toml --grid optimizer.lr=0.1 --grid optimizer.lr=0.1",
         78,
-        ("the grids have lr-0.1-seed-0 twice; take it out of one of them",),
+        ("the grids have optimizer.lr=0.1 twice", "take one of them out"),
     ),
     ("sweep job.toml --grid x --seeds 1,1", 2, ("--seeds: must be different numbers, not '1,1'",)),
     ("sweep job.toml --grid x --seeds x", 2, ("--seeds: must be a whole number, not 'x'",)),

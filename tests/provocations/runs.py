@@ -105,6 +105,13 @@ ROWS = [
         _model([]), SpecError, "config.json must hold a JSON object", "name a folder of a model"
     ),
     Provocation(
+        _model({"num_hidden_layers": 10**9}),
+        SpecError,
+        "config.json has num_hidden_layers = 1000000000",
+        "at most 1000 can be trained here",
+        "correct it",
+    ),
+    Provocation(
         _model({"max_position_embeddings": 32}),
         SpecError,
         "data.sequence_length is 64",

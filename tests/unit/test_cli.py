@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from dmuon_platform import cli, launch, remote_jobs
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
 from dmuon_platform.git_state import git_state
 from dmuon_platform.spec import JobSpec
+from ray._private.runtime_env import packaging
+
+import dmuon
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "jobs" / "tiny_cpu.toml")
@@ -142,12 +146,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 
 def test_submit_from_a_clone_uploads_it_and_runs_its_program(server: FakeServer) -> None:
-    changes = ["--set", "name=a_b", "data.source=x y/*.txt"]
+    changes = ["--set", "name=a_b", "data.source=README*.md"]
     address = "http://127.0.0.1:8265"
     assert cli.main(["submit", "jobs/tiny_cpu.toml", *changes, "--address", address]) == 0
     (job,) = server.jobs
     assert str(job["entrypoint"]).startswith(
-        "python jobs/train.py jobs/tiny_cpu.toml --set=name=a_b '--set=data.source=x y"
+        "python jobs/train.py jobs/tiny_cpu.toml --set=name=a_b '--set=data.source=README*.md'"
     )
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
@@ -222,10 +226,67 @@ def test_submit_refuses_what_it_does_not_upload(
     arguments = ["submit", "mine.toml", "--address", "http://127.0.0.1:8265", "--set"]
     assert cli.main([*arguments, f"{key}=runs/tiny_cpu/export"]) == 78
     message = capsys.readouterr().err
-    assert f"{key} = 'runs/tiny_cpu/export' is not uploaded" in message
+    assert f"{key}: runs/tiny_cpu/export is not uploaded" in message
     assert "absolute path" in message
     assert server.jobs == []
     assert cli.main([*arguments, f"{key}=/mnt/runs/tiny_cpu/export"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ignore", "missing"),
+    [
+        ("*.txt\n", "text/b.txt"),
+        ("text/*\n!text/a.txt\n", "text/b.txt"),
+        ("/text\n", "text/a.txt"),
+        ("mine.toml\n", "mine.toml"),
+        ("*\n", "mine.toml"),
+        ("other/\n*.bin\n", None),
+    ],
+)
+@pytest.mark.parametrize("file", [".gitignore", ".rayignore"])
+def test_submit_refuses_what_an_ignore_file_names(
+    server: FakeServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    file: str,
+    ignore: str,
+    missing: str | None,
+) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("text/a.txt", "text/b.txt"):
+        (tmp_path / name).write_text("words", encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(Path(TINY).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / file).write_text(ignore, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["submit", "mine.toml", "--address", "http://127.0.0.1:8265"]
+    code = cli.main([*arguments, "--set", "data.source=text/*.txt"])
+    uploaded: list[str] = []
+    packaging._dir_travel(
+        tmp_path,
+        [packaging._get_excludes(tmp_path, [".git"])],
+        lambda path: uploaded.append(str(path.relative_to(tmp_path))),
+        include_gitignore=True,
+    )
+    if missing is None:
+        assert code == 0
+    else:
+        assert missing not in uploaded
+        assert code == 78
+        assert f"{missing} is not uploaded" in capsys.readouterr().err
+        assert server.jobs == []
+
+
+def test_its_version_comes_with_those_that_a_run_depends_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(
+        rf"dmuon {re.escape(dmuon.__version__)} \(Python 3\S+ torch \S+ ray \S+ mlflow \S+\)\n",
+        capsys.readouterr().out,
+    )
 
 
 def test_without_a_command_it_shows_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

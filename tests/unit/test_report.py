@@ -211,6 +211,8 @@ def test_what_is_no_run_and_a_place_that_cannot_be_written_are_refused(run: Path
     assert "There is no run 'nothing'" in capsys.readouterr().err
     assert cli.main(["report", str(run), "--out", str(run / "no" / "r.html")]) == 1
     assert f"there is no folder {run / 'no'}. --out names" in capsys.readouterr().err
+    assert cli.main(["report", str(run), "--out", str(run)]) == 1
+    assert f"{run} is a folder. --out names a file" in capsys.readouterr().err
     assert cli.main(["report", str(run), "--out", str(run.parent / "r.html")]) == 0
     assert (run.parent / "r.html").exists()
     assert not (run / "report.html").exists()

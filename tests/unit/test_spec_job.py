@@ -94,6 +94,19 @@ def test_the_toml_of_a_job_is_that_job(
     assert job_of(tomllib.loads(job.to_toml())) == job
 
 
+def test_a_model_with_a_tokenizer_is_trained_with_it_unless_another_is_named(
+    tmp_path: Path,
+) -> None:
+    def tokenizer(**changes: Any) -> str:
+        return job_of(small(model={"path": str(tmp_path)}, **changes)).data.tokenizer
+
+    assert tokenizer() == "bytes"
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert tokenizer() == str(tmp_path / "tokenizer.json")
+    assert tokenizer(data__tokenizer="bytes") == "bytes"
+    assert tokenizer(data__tokenizer="other.json") == "other.json"
+
+
 def test_the_digest_is_of_what_is_computed_and_not_of_where() -> None:
     job = job_of(SMALL)
     assert job.digest() == job_of(small(storage="/elsewhere")).digest()

@@ -43,6 +43,7 @@ def test_every_combination_is_a_job_of_one_process_with_each_seed() -> None:
         ([["optimizer.lr=fast"]], "optimizer.lr"),
         ([["optimizer.learning=0.1"]], "optimizer.learning"),
         ([["optimizer.lr=0.1,0.2"], ["optimizer.lr=0.2"]], "twice"),
+        ([["optimizer.lr=0.02,0.020"]], "optimizer.lr=0.020 twice: optimizer.lr=0.02 trains the"),
     ],
 )
 def test_a_wrong_grid_is_refused_before_anything_is_trained(

@@ -11,6 +11,9 @@ from torch import nn
 from dmuon_platform.errors import SpecError
 from dmuon_platform.model.settings import ModelSettings
 
+MOST_MODULES = {"layers": 1000, "layer": 1000, "experts": 10_000}
+"""By the last word of what ``config.json`` calls their number, such as ``num_hidden_layers``."""
+
 
 def hf_config(
     settings: ModelSettings, sequence_length: int, separator_id: int | None = None
@@ -69,6 +72,7 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
             f"data.sequence_length is {sequence_length}, but the model in {folder} takes at most "
             f"{limit} tokens (max_position_embeddings). Set data.sequence_length={limit} or less."
         )
+    _check_counts(folder, config_dict)
     transformers = _transformers(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -78,9 +82,10 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever the model's own code makes of its config.json
         raise SpecError(
-            f"model.path: {folder} does not open as a causal language model: {error}"
+            f"model.path: {folder} does not open as a causal language model: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return model.to(device)
 
@@ -95,6 +100,18 @@ def read_vocab_size(folder: Path) -> int:
             f"model.path: {folder}/config.json names no vocab_size, so it is not a language model "
             "that can be trained here."
         ) from None
+
+
+def _check_counts(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse numbers of modules that would only be built for hours."""
+    for key, value in config.items():
+        for word, most in MOST_MODULES.items():
+            is_count = isinstance(value, int) and key.rpartition("_")[2] == word
+            if is_count and not 0 <= value <= most:
+                raise SpecError(
+                    f"model.path: {folder}/config.json has {key} = {value}, where at most {most} "
+                    "can be trained here; correct it"
+                )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,6 +31,9 @@ from dmuon_platform.spec.train import TrainSpec
 
 BYTE_VOCABULARY = 256
 """All bytes; one that UTF-8 never uses separates documents."""
+
+TOKENIZER_FILE = "tokenizer.json"
+"""In the folder of a Hugging Face model."""
 
 RESERVED_NAMES = frozenset({"data", "mlartifacts", "mlflow.db", "mlruns"})
 """What else lies in ``storage``."""
@@ -62,6 +65,17 @@ class JobSpec(Section):
     faults: FaultsSpec = FaultsSpec()
     tracking: TrackingSpec = TrackingSpec()
     export: ExportSpec = ExportSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_is_that_of_the_model(cls, given: Any) -> Any:
+        """A model that was trained knows the tokens of the file in its folder."""
+        match given:
+            case {"model": {"path": str(path)}, "data": dict(data)} if "tokenizer" not in data:
+                file = Path(path).expanduser() / TOKENIZER_FILE
+                if path and file.is_file():
+                    return {**given, "data": {**data, "tokenizer": str(file)}}
+        return given
 
     @field_validator("name")
     @classmethod

@@ -1,5 +1,6 @@
 """What a sweep runs: grids of settings, times seeds, as jobs of one process each."""
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ ALONE = (
 
 OWN = ("train.seed", "name", "storage", *(each.partition("=")[0] for each in ALONE))
 """Keys that the sweep sets, alike for all points but for seed and name."""
+
+_MOST_CHARACTERS = 100
+"""Of the name of a run."""
 
 Settings = Mapping[str, str]
 
@@ -68,8 +72,10 @@ class Grid:
     @property
     def label(self) -> str:
         """What all its points share, in a few words."""
-        fixed = [f"{_last(key)} {values[0]}" for key, values in self.axes.items() if not values[1:]]
-        return ", ".join(fixed) or ", ".join(map(_last, self.axes))
+        fixed = [
+            f"{last_part(key)} {values[0]}" for key, values in self.axes.items() if not values[1:]
+        ]
+        return ", ".join(fixed) or ", ".join(map(last_part, self.axes))
 
     def settings(self) -> Iterator[Settings]:
         """Yield every combination."""
@@ -110,19 +116,34 @@ def make_points(
                 own = [f"train.seed={seed}", f"name={_name(settings, seed)}", f"storage={storage}"]
                 spec = load_job(job, [*overrides, *ALONE, *changes, *own])
                 points.append(Point(number, settings, seed, spec))
-    names = [point.spec.name for point in points]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise SpecError(f"the grids have {min(twice)} twice; take it out of one of them")
+    first: dict[str, Point] = {}
+    for point in points:
+        same = first.setdefault(point.spec.model_copy(update={"name": "any"}).digest(), point)
+        if same is not point:
+            raise SpecError(
+                f"the grids have {_words(point)} twice: {_words(same)} trains the same; take one "
+                "of them out"
+            )
     return points
 
 
+def _words(point: Point) -> str:
+    return " ".join(f"{key}={value}" for key, value in point.settings.items())
+
+
 def _name(settings: Settings, seed: int) -> str:
-    parts = [f"{_last(key)}-{value}" for key, value in settings.items()]
+    parts = [f"{last_part(key)}-{value}" for key, value in settings.items()]
     text = "-".join([*parts, f"seed-{seed}"])
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[-100:].lstrip("._-")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", text)
+    if name != text or len(name) > _MOST_CHARACTERS:  # others may come out alike
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        ending = f"-{digest}-seed-{seed}"
+        name = name[: _MOST_CHARACTERS - len(ending)] + ending
+    return name.lstrip("._-")
 
 
-def _last(key: str) -> str:
+def last_part(key: str) -> str:
+    """Return what a key is called in its section."""
     return key.rpartition(".")[2]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from dmuon_platform.errors import Diverged
 from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
-from dmuon_platform.sweep.grid import Grid, Point, Settings
+from dmuon_platform.sweep.grid import Grid, Point, Settings, last_part
 from dmuon_platform.text_table import text_table
 
 MEASURE = "evaluation/bits_per_byte"
@@ -117,7 +117,7 @@ def table(rows: Sequence[Row], grids: Sequence[Grid]) -> str:
     best = [best_of(rows, number) for number in range(len(grids))]
     lines = []
     for row in rows:
-        shown = ", ".join(f"{key.rpartition('.')[2]} {v}" for key, v in row.settings.items())
+        shown = ", ".join(f"{last_part(key)} {v}" for key, v in row.settings.items())
         star = "*" if row is best[row.grid] else ""
         lines.append((shown, *_numbers(row), star))
     return text_table(("settings", "bits/byte", "lowest", "highest", "seeds", "best"), lines)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmuon_platform.picture import BLUE, DPI, GREY, HEIGHT, ORANGE, WIDTH, save
-from dmuon_platform.sweep.grid import Grid
+from dmuon_platform.sweep.grid import Grid, last_part
 from dmuon_platform.sweep.outcome import Row
 
 COLORS = (BLUE, ORANGE, "#1b7837", "#762a83", GREY)
@@ -67,7 +67,7 @@ def _lines(
     lines: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
         if row.grid == number and row.values and not row.num_diverged:
-            beside = [f"{key.rpartition('.')[2]} {row.settings[key]}" for key in others]
+            beside = [f"{last_part(key)} {row.settings[key]}" for key in others]
             label = ", ".join([grid.label, *beside])
             lines.setdefault(label, []).append((float(row.settings[along]), row))
     yield from (
