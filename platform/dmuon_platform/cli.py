@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +83,9 @@ class _Version(argparse.Action):
     """Prints our version and that of what decides how a run behaves."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        import platform
+        from dmuon_platform.versions import versions_text
 
-        import dmuon
-
-        packages = " ".join(f"{name} {version(name)}" for name in ("torch", "ray", "mlflow"))
-        print(f"dmuon {dmuon.__version__} (Python {platform.python_version()} {packages})")
+        print(versions_text())
         parser.exit()
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
+from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
 from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
@@ -167,39 +168,45 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
 
 
 def _check_uploaded(job: str, spec: JobSpec) -> None:
+    source = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
     named = {
-        "the job": [Path(job)],
-        "model.path": _relative(spec.model.path),
-        "data.tokenizer": _relative(spec.data.tokenizer),
-        "data.source": _sources(spec.data.source),
+        "the job": [job],
+        "model.path": [] if spec.model.path is None else [spec.model.path],
+        "data.tokenizer": [] if spec.data.tokenizer == BYTES else [spec.data.tokenizer],
+        "data.source": [] if PYTHON_STDLIB in source else source,
     }
-    here = Path.cwd()
-    for key, paths in named.items():
-        # Not resolved: a link is uploaded as what it points to, under its own name.
-        missing = find_missing([Path(os.path.abspath(path)) for path in paths], here)
-        if missing is not None:
+    for key, given in named.items():
+        relative = [path for path in given if not Path(path).expanduser().is_absolute()]
+        if key == "data.source":
+            _check_each(key, _sources(relative))
+            continue
+        _check_each(key, map(Path, relative))
+        if missing := next((path for path in relative if not Path(path).exists()), None):
             raise SpecError(
-                f"{key}: {missing.relative_to(here)} is not uploaded to the cluster, which gets "
-                f"this folder without {', '.join(name.strip('/') for name in EXCLUDES)} and what "
-                ".gitignore and .rayignore name: write the absolute path at which the cluster "
-                "sees it, copy it to another folder here, or except it there with a line !PATTERN"
+                f"{key}: there is no {missing} below {Path.cwd()}, which is what the cluster gets; "
+                "correct it, or write the absolute path at which the cluster sees it"
             )
 
 
-def _relative(path: str | None) -> list[Path]:
-    """What is meant to lie in the current folder."""
-    given = Path(path or "/")
-    return [given] if not given.is_absolute() and given.exists() else []
+def _sources(patterns: Sequence[str]) -> Sequence[Path]:
+    try:
+        return find_files(patterns) if patterns else []
+    except SpecError:
+        _check_each("data.source", map(Path, patterns))  # that it is left out says more
+        raise
 
 
-def _sources(source: str | Sequence[str]) -> list[Path]:
-    patterns = [source] if isinstance(source, str) else source
-    relative = [
-        pattern
-        for pattern in patterns
-        if pattern != PYTHON_STDLIB and not Path(pattern).expanduser().is_absolute()
-    ]
-    return find_files(relative) if relative else []
+def _check_each(key: str, paths: Iterable[Path]) -> None:
+    here = Path.cwd()
+    # Not resolved: a link is uploaded as what it points to, under its own name.
+    missing = find_missing([Path(os.path.abspath(path)) for path in paths], here)
+    if missing is not None:
+        raise SpecError(
+            f"{key}: {missing.relative_to(here)} is not uploaded to the cluster, which gets this "
+            f"folder without {', '.join(name.strip('/') for name in EXCLUDES)} and what .gitignore "
+            "and .rayignore name: write the absolute path at which the cluster sees it, copy it to "
+            "another folder here, or except it there with a line !PATTERN"
+        )
 
 
 def _is_clone(folder: Path) -> bool:

@@ -151,6 +151,10 @@ def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, tmp_path):
     code, told = driver.run("status", tmp_path / "watched", "--json")
     assert code == 3
     assert [worker["rank"] for worker in json.loads(told)["workers"]] == [0, 1]
+    code, told = driver.run("status", "other", *server, RAY_AUTH_MODE="disabled")
+    assert code == 66
+    assert "has no job of a run 'other'. It has " in told
+    assert "started anew has forgotten its jobs" in told
     assert _ask("stop", *server, "--wait")[0] == 0
     assert _ask("status", *server)[0] == 75
     code, told = _ask("logs", *server)

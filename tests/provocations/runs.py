@@ -108,7 +108,7 @@ ROWS = [
         _model({"num_hidden_layers": 10**9}),
         SpecError,
         "config.json has num_hidden_layers = 1000000000",
-        "at most 1000 can be trained here",
+        "where at most 1000 can be trained here",
         "correct it",
     ),
     Provocation(

@@ -230,12 +230,19 @@ def test_submit_refuses_what_it_does_not_upload(
     assert "absolute path" in message
     assert server.jobs == []
     assert cli.main([*arguments, f"{key}=/mnt/runs/tiny_cpu/export"]) == 0
+    assert cli.main([*arguments, f"{key}=elsewhere/export"]) == 78
+    message = capsys.readouterr().err
+    if key == "data.source":
+        assert "no file matches 'elsewhere/export'" in message
+    else:
+        assert f"{key}: there is no elsewhere/export below" in message
+        assert "which is what the cluster gets; correct it" in message
 
 
 @pytest.mark.parametrize(
     ("ignore", "missing"),
     [
-        ("*.txt\n", "text/b.txt"),
+        ("*.txt\n", "text/a.txt"),
         ("text/*\n!text/a.txt\n", "text/b.txt"),
         ("/text\n", "text/a.txt"),
         ("mine.toml\n", "mine.toml"),
@@ -284,7 +291,7 @@ def test_its_version_comes_with_those_that_a_run_depends_on(
         cli.main(["--version"])
     assert caught.value.code == 0
     assert re.fullmatch(
-        rf"dmuon {re.escape(dmuon.__version__)} \(Python 3\S+ torch \S+ ray \S+ mlflow \S+\)\n",
+        rf"dmuon {re.escape(dmuon.__version__)} \(Python 3\S+, torch \S+, ray \S+, mlflow \S+\)\n",
         capsys.readouterr().out,
     )
 

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/saving.py": OURS | {"torch", "ray"},
     "platform/dmuon_platform/remote_jobs.py": OURS | {"ray"},
     "platform/dmuon_platform/submission.py": OURS | {"ray"},
+    "platform/dmuon_platform/uploads.py": OURS | {"ray"},
     "platform/dmuon_platform/data/tokenise.py": OURS | {"ray", "numpy", "pyarrow"},
     # mlflow, each file named
     "platform/dmuon_platform/metric_delivery.py": OURS | {"mlflow"},
