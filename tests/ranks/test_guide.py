@@ -1,6 +1,6 @@
 """The guide for torchrun: its files and commands, run as they are printed."""
 
-import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,21 +56,36 @@ def test_the_checkpoint_opens_without_dmuon(
     assert "import " in run(block(GUIDE, "commands: load.py", "bash").strip(), folder)
 
 
-def test_fine_tuning_begins_with_the_pretrained_loss(
+def test_fine_tuning_begins_with_the_pretrained_loss_and_keeps_the_tokenizer(
     trained: tuple[Path, list[dict[int, float]]],
 ) -> None:
     folder, losses = trained
     script = block(GUIDE, "file: train.py", "python")
     begin, end = script.index("config = LlamaConfig("), script.index("optimizer = dmuon.Muon(")
     tuned = script[:begin] + block(GUIDE, "replace in train.py", "python") + script[end:]
+    line = '        files = {"config.json": config.to_json_string().encode()}\n'
+    assert line in tuned
+    more = block(GUIDE, "add to files in train.py", "python")
+    tuned = tuned.replace(line, f"{line}        {more}")
+    tuned = tuned.replace("\nlibrary = ", f"\n{_OTHER_RATES}\nlibrary = ")
     (folder / "tune.py").write_text(tuned, encoding="utf-8")
-    os.symlink(folder / "checkpoints" / "step-000060", folder / "pretrained")
+    shutil.copytree(folder / "checkpoints" / "step-000060", folder / "pretrained")
+    (folder / "pretrained" / "tokenizer.json").write_text("{}")
     first = losses_of(
         run_forked(
             "torchrun --standalone --nproc-per-node 2 tune.py --steps 2 --folder tuned", folder
         )
     )[1]
     assert first < losses[0][1] * 0.7
+    assert (folder / "tuned" / "step-000002" / "tokenizer.json").read_text() == "{}"
+
+
+_OTHER_RATES = f"""
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+{block(GUIDE, "other rates", "python")}
+scheduler.step()
+assert [group["lr"] for group in optimizer.param_groups] == [0.005, 1e-3]
+"""
 
 
 def test_groups_train_and_a_module_loads_the_one_file(

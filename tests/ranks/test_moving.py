@@ -6,6 +6,7 @@ The losses of one process come from the formulas, with the batches that all thos
 import re
 import subprocess
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ MOVING = "dmuon/MOVING.md"
 STEPS = 40
 
 
-def _losses_alone(warmed: int) -> dict[int, float]:
+def _model_and_rows() -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -34,9 +35,17 @@ def _losses_alone(warmed: int) -> dict[int, float]:
     )
     model = transformers.LlamaForCausalLM(config)
     text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
-    rows = torch.tensor(list(text[: STEPS * 16 * 64])).view(STEPS, 16, 64)
-    coefficients = list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5])
-    formula = FormulaMuon(model, is_muon=dmuon.is_hidden_matrix, coefficients=coefficients)
+    return model, torch.tensor(list(text[: STEPS * 16 * 64])).view(STEPS, 16, 64)
+
+
+def _losses_alone(warmed: int, weight_decay: float = 0.0) -> dict[int, float]:
+    model, rows = _model_and_rows()
+    formula = FormulaMuon(
+        model,
+        is_muon=dmuon.is_hidden_matrix,
+        coefficients=list(dmuon.POLAR_EXPRESS_COEFFICIENTS[:5]),
+        weight_decay=weight_decay,
+    )
     losses = {}
     for step in range(STEPS):
         loss = model(input_ids=rows[step], labels=rows[step]).loss
@@ -82,9 +91,36 @@ def test_a_script_with_adamw_moves_over_with_a_diff_of_nine_lines(tmp_path: Path
     after = losses_of(run(command, tmp_path))
     assert len(changed) == 9
     assert before[1] == after[1]
-    _assert_same(after, _losses_alone(1))
+    _assert_same(after, _losses_alone(1, weight_decay=0.0015))
     assert after[STEPS] < before[STEPS] < before[1]
     assert torch.load(tmp_path / "model.pt")["lm_head.weight"].shape == (256, 64)
+
+
+def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
+    _write(tmp_path, "fsdp.py", "fsdp.diff")
+    path, (command,) = tmp_path / "fsdp.py", _commands("fsdp.py")
+    script = path.read_text()
+    save_with_torch = block(MOVING, "save with torch", "python")
+    path.write_text(script.replace("\nfull = ", f"\n{save_with_torch}\nfull = "))
+    run_forked(command, tmp_path)
+    run(*_commands("old.pt"), tmp_path)
+    model, rows = _model_and_rows()
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    expected = model(input_ids=rows[0], labels=rows[0]).loss.item()
+
+    path.write_text(script)
+    subprocess.run(["patch", "fsdp.py", "fsdp.diff"], cwd=tmp_path, check=True, timeout=60)
+    resume, save = (block(MOVING, name, "python") for name in ("resume", "save"))
+    loop, zero = "\nfor step in range(40):\n", "    optimizer.zero_grad()\n"
+    script = path.read_text()
+    for end in (20, 40):
+        changed = script.replace(loop, f"\n{resume}\nfor step in range(start, {end}):\n")
+        path.write_text(changed.replace(zero, zero + textwrap.indent(save, "    ")))
+        losses = losses_of(run_forked(command, tmp_path))
+        assert sorted(losses) == list(range(end - 19, end + 1))
+        assert end == 40 or losses[1] == pytest.approx(expected, abs=1e-3)
+    last = dmuon.read_manifest(tmp_path / "checkpoints" / "step-000040")
+    assert last.extra["scheduler"]["last_epoch"] == 40
 
 
 def test_accelerate_trains_as_one_process(tmp_path: Path, alone: dict[int, float]) -> None:
