@@ -69,7 +69,8 @@ class PickledFile:
                 what = f"{name!r:.100} in it is a {type(tensor).__name__}"
                 raise CheckpointError(
                     self.path,
-                    f"{what}; only tensors by name can be read, and plain data of modules",
+                    f"{what}; only tensors by name can be read, and plain data of modules: save "
+                    "the weights alone, as model.state_dict() has them",
                 )
             if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
                 what = f"{name!r:.100} in it is {tensor.layout} {tensor.dtype}"

@@ -74,7 +74,9 @@ def _run(spec: JobSpec, console: Console) -> Summary:
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
-    _say(console, f"{spec.name}: starting Ray and preparing the data in {spec.run_dir.parent}")
+    address = cluster.address_of(spec)
+    how = "starting Ray" if address is None else f"joining Ray at {address}"
+    _say(console, f"{spec.name}: {how} and preparing the data in {spec.run_dir.parent}")
     lease = DriverLease(spec.run_dir, cluster.address_of(spec), _ray_job())
     earlier = unfinished_failures(journal.read())
     with (

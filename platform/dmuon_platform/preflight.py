@@ -7,15 +7,13 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
-from dmuon_platform.data import check_data, check_pretrained, load_tokenizer
+from dmuon_platform.data import BYTES, check_data, check_pretrained, load_tokenizer
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model import build_model, vocabulary_size
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
-
-UPLOADED_FOLDERS = "working_dir_files"
-"""Ray unpacks what ``--working-dir`` uploads below a folder of this name."""
+from dmuon_platform.spec.resume import UPLOADED_FOLDERS
 
 
 def resolve(spec: JobSpec) -> JobSpec:
@@ -29,7 +27,10 @@ def resolve(spec: JobSpec) -> JobSpec:
     model = spec.model
     if model.path is not None:
         model = model.model_copy(update={"path": str(here / model.path)})
-    return spec.model_copy(update={"model": model}).anchored(base)
+    data = spec.data
+    if data.tokenizer != BYTES:
+        data = data.model_copy(update={"tokenizer": str(here / data.tokenizer)})
+    return spec.model_copy(update={"model": model, "data": data}).anchored(base)
 
 
 def check_job(spec: JobSpec) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -29,6 +30,9 @@ CHATTY = (
     "ray.dashboard.modules.job.sdk",
 )
 """Modules of Ray that tell every step of an upload, where one line of ours is enough."""
+
+_LIVELINESS = {JobStatus.RUNNING: 2, JobStatus.PENDING: 1}
+"""Higher for one that is still there; ended ones are alike."""
 
 LOOK_S = 1.0
 
@@ -95,6 +99,14 @@ def verdict(
     if status == JobStatus.FAILED:
         return _failure(exit_code, error_type)
     return State.RUNNING, RUNNING
+
+
+def meant_of(jobs: Sequence[JobDetails]) -> JobDetails:
+    """Return which of several submissions of a run is meant: one that runs, else the newest.
+
+    A later one may have been refused because the first still runs.
+    """
+    return max(jobs, key=lambda job: (_LIVELINESS.get(job.status, 0), job.start_time or 0))
 
 
 def _failure(exit_code: int | None, error_type: str | None) -> tuple[State, int]:
@@ -167,7 +179,7 @@ class RemoteJobs:
         jobs = [job for job in self._client.list_jobs() if job.submission_id]
         mine = [j for j in jobs if name in (j.submission_id, (j.metadata or {}).get(NAME_KEY))]
         if mine:
-            return max(mine, key=lambda job: job.start_time or 0)
+            return meant_of(mine)
         names = sorted({(job.metadata or {}).get(NAME_KEY, job.submission_id) for job in jobs})
         there = f"It has {', '.join(names)}." if names else "It has none at all."
         raise NoSuchRun(

@@ -117,6 +117,7 @@ class CheckpointStore:
         except BaseException:
             self.discard(step, attempt)
             raise
+        self._discard_older(step, attempt)
         sync(self.folder)
         saved = Checkpoint(final, manifest)
         self.note_verified(saved)
@@ -126,6 +127,13 @@ class CheckpointStore:
     def discard(self, step: int, attempt: int | None = None) -> None:
         """Delete what was written and not committed; arguments as given to `begin`."""
         shutil.rmtree(self._writing(step, attempt), ignore_errors=True)
+
+    def _discard_older(self, step: int, attempt: int | None) -> None:
+        """Delete what stopped attempts have left of a step that is committed now."""
+        for path in self.folder.glob(f"step-{step:08d}.writing-a*"):
+            unfinished = _UNFINISHED.fullmatch(path.name)
+            if unfinished and int(unfinished[1]) < (attempt or 0):
+                shutil.rmtree(path, ignore_errors=True)
 
     def list(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first; sizes are checked, contents are not."""

@@ -204,8 +204,8 @@ def _check_each(key: str, paths: Iterable[Path]) -> None:
         raise SpecError(
             f"{key}: {missing.relative_to(here)} is not uploaded to the cluster, which gets this "
             f"folder without {', '.join(name.strip('/') for name in EXCLUDES)} and what .gitignore "
-            "and .rayignore name: write the absolute path at which the cluster sees it, copy it to "
-            "another folder here, or except it there with a line !PATTERN"
+            "and .rayignore name: write the absolute path at which the cluster sees it, or copy it "
+            "to another folder here"
         )
 
 

@@ -331,6 +331,10 @@ def test_damaged_shards_are_named(tmp_path, damage):
 def test_nothing_and_nothing_that_is_known_are_told_apart(tmp_path):
     with pytest.raises(CheckpointError, match="no such file or folder"):
         open_source(tmp_path / "x")
+    (tmp_path / "of_torch").mkdir()
+    (tmp_path / "of_torch" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch FOLDER FILE\.pt"):
+        open_source(tmp_path / "of_torch")
     with pytest.raises(CheckpointError, match=r"it has no weights: none of manifest.json"):
         open_source(tmp_path)
     (tmp_path / "x.npz").write_bytes(b"")

@@ -197,6 +197,13 @@ def test_a_local_folder_without_weights_is_trained_from_scratch(folder):
     assert flops_per_token(settings, 32) == flops_per_token(Settings(), 32)
 
 
+def test_a_model_that_came_in_bfloat16_is_float32_to_whoever_opens_it_next(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    config = hf_config(Settings(path=str(tmp_path)), 32)
+    assert (config["dtype"], config["torch_dtype"]) == ("float32", "float32")
+    assert config["model_type"] == "llama"
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path, folder):
     with pytest.raises(SpecError, match=r"no config\.json"):
         build_model(Settings(path=str(tmp_path / "nowhere")), 32)

@@ -15,13 +15,13 @@ from dmuon_platform import cli, launch
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.line_file import LineFile
-from dmuon_platform.remote_jobs import verdict
+from dmuon_platform.remote_jobs import meant_of, verdict
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_report import plain, report
 from dmuon_platform.run_state import read_run
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
-from ray.job_submission import JobStatus
+from ray.job_submission import JobDetails, JobStatus, JobType
 from small_job import small
 
 STEPS = 40
@@ -268,6 +268,25 @@ def test_resume_launches_the_recorded_job_where_its_folder_is_now(tmp_path, monk
 def test_a_remote_job_is_told_like_a_run_in_a_folder(ray, told):
     status, *rest = ray
     assert verdict(JobStatus(status), *rest) == told
+
+
+@pytest.mark.parametrize(
+    ("jobs", "meant"),
+    [
+        ([("SUCCEEDED", 1), ("FAILED", 2), ("STOPPED", 3)], 3),
+        ([("RUNNING", 1), ("FAILED", 2)], 1),
+        ([("RUNNING", 1), ("PENDING", 2)], 1),
+        ([("FAILED", 1), ("PENDING", None)], None),
+    ],
+)
+def test_of_several_submissions_of_a_run_one_that_runs_is_meant(jobs, meant):
+    details = [
+        JobDetails(
+            type=JobType.SUBMISSION, entrypoint="x", status=JobStatus(status), start_time=started
+        )
+        for status, started in jobs
+    ]
+    assert meant_of(details).start_time == meant
 
 
 @pytest.mark.parametrize("action", ["status", "logs", "stop", "runs"])

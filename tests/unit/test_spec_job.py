@@ -107,6 +107,24 @@ def test_a_model_with_a_tokenizer_is_trained_with_it_unless_another_is_named(
     assert tokenizer(data__tokenizer="other.json") == "other.json"
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "is_same"),
+    [
+        ("/a/working_dir_files/p1/m/x", "/b/working_dir_files/p2/m/x", True),
+        ("/a/working_dir_files/p1/m/x", "/b/working_dir_files/p2/m/y", False),
+        ("m/x", "/here/m/x", True),
+        ("m/x", "/here/n/x", False),
+        ("/a/m/x", "/b/m/x", False),
+        ("bytes", "/here/tokenizer.json", False),
+    ],
+)
+def test_a_path_is_the_same_in_another_upload(was: str, now: str, is_same: bool) -> None:
+    earlier, later = (job_of(small(data__tokenizer=path)) for path in (was, now))
+    assert later.differences_that_forbid_resume(earlier) == (
+        [] if is_same else [f"data.tokenizer: {was!r} -> {now!r}"]
+    )
+
+
 def test_the_digest_is_of_what_is_computed_and_not_of_where() -> None:
     job = job_of(SMALL)
     assert job.digest() == job_of(small(storage="/elsewhere")).digest()

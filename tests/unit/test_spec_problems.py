@@ -79,6 +79,10 @@ def test_a_wrong_type_is_said_in_plain_words(changes: dict[str, Any], words: str
         ({"name": "../up"}, "name: must be letters"),
         ({"name": "data"}, "name: must not be one of data,"),
         ({"storage": "s3://bucket/runs"}, "storage: must be a folder, not a URL"),
+        (
+            {"tracking": {"uri": "127.0.0.1:5000"}},
+            "tracking.uri: must begin with its scheme: write http://127.0.0.1:5000",
+        ),
         ({"storage": "a\0b"}, "storage: must be a folder, whose name has no NUL character"),
         ({"faults__stall_s": 1e-9}, "faults.stall_s: must be at least 1, not 1e-09"),
         ({"faults__timeout_s": 1e300}, "faults.timeout_s: must be at most 1e+09, not 1e+300"),

@@ -26,7 +26,9 @@ def hf_config(
         separator_id: The token between documents, which then begins and ends a text.
     """
     if settings.path is not None:
-        return _read_config(Path(settings.path))
+        config = _read_config(Path(settings.path))
+        # Weights are kept in float32, whatever they came in; transformers 4 and 5 look in turn.
+        return {**config, "torch_dtype": "float32", "dtype": "float32"}
     num_heads = settings.num_attention_heads
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -121,7 +123,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise SpecError(
             f"model.path: {folder} holds no config.json. It must be a local folder written by "
-            "save_pretrained; hub names are not downloaded."
+            "save_pretrained, which stays there as long as the run goes on; hub names are not "
+            "downloaded. Of a run here name its export: its older checkpoints are removed in time."
         ) from None
     except (OSError, ValueError) as error:
         raise SpecError(f"model.path: {file} cannot be read as JSON: {error}") from error

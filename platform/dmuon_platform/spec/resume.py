@@ -1,5 +1,6 @@
 """What a run can go on with changed, and what would make it another run."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ MAY_CHANGE = (
 )
 """Sections and keys that do not change what the finished steps have computed."""
 
+PATHS = ("model.path", "data.tokenizer")
+"""Keys that workers read, so they are made absolute."""
+
+UPLOADED_FOLDERS = "working_dir_files"
+"""Ray unpacks what ``--working-dir`` uploads below a folder of this name, each into its own."""
+
 
 def differences_that_forbid_resume(earlier: "JobSpec", later: "JobSpec") -> list[str]:
     """Return the keys outside `MAY_CHANGE` that differ, as ``key: old -> new``."""
@@ -31,7 +38,23 @@ def differences_that_forbid_resume(earlier: "JobSpec", later: "JobSpec") -> list
         f"{key}: {was.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key) and not _may_change(key)
+        if not (key in PATHS and _is_one_place(was.get(key), now.get(key)))
     ]
+
+
+def _is_one_place(was: str | None, now: str | None) -> bool:
+    """Tell whether paths differ only in the folder that was uploaded, or that was current."""
+    if was is None or now is None:
+        return False
+    earlier, later = _below_uploaded(was), _below_uploaded(now)
+    if not Path(was).is_absolute():
+        return later[-len(earlier) :] == earlier
+    return earlier == later
+
+
+def _below_uploaded(path: str) -> tuple[str, ...]:
+    parts = Path(path).parts
+    return parts[parts.index(UPLOADED_FOLDERS) + 2 :] if UPLOADED_FOLDERS in parts else parts
 
 
 def _may_change(key: str) -> bool:

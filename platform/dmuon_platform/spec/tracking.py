@@ -1,8 +1,10 @@
 """Section ``tracking``: what MLflow is told, and where it is."""
 
+import re
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
 from dmuon_platform.spec.section import Section
 
@@ -12,6 +14,15 @@ class TrackingSpec(Section):
 
     uri: str | None = Field(None, min_length=1)
     """MLflow tracking URI; none for ``mlflow.db`` (SQLite) in ``storage``."""
+
+    @field_validator("uri")
+    @classmethod
+    def _uri_has_a_scheme(cls, uri: str | None) -> str | None:
+        if uri is not None and re.fullmatch(r"[^/]+:\d+(/.*)?", uri):
+            raise PydanticCustomError(
+                "scheme", "must begin with its scheme: write http://{uri}", {"uri": uri}
+            )
+        return uri
 
     experiment: str = Field("dmuon", min_length=1)
     """MLflow experiment of the run."""
