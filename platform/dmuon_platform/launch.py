@@ -28,6 +28,7 @@ from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
 from dmuon_platform.model import hf_config
+from dmuon_platform.origin import Start, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_folder import REPORT_FILE
@@ -64,9 +65,11 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
 
 
 def _run(spec: JobSpec, console: Console) -> Summary:
-    preflight.check_job(spec)
+    start = start_of(spec, spec.run_dir.parent / DATA_FOLDER)
+    preflight.check_job(start.spec, has_text=start.dataset is None)
     preflight.check_storage(spec)
     preflight.check_earlier_run(spec)
+    keep_origin(start.spec)
     journal = Journal(spec.run_dir)
     finished = journal.last("finished")
     if finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps:
@@ -86,13 +89,14 @@ def _run(spec: JobSpec, console: Console) -> Summary:
         _stop_signals(spec, lease, console) as signals,
         RaySession(spec) as session,
     ):
-        info = _prepare(spec, session, lease, console)
+        info = _prepare(start, session, lease, console)
+        preflight.record_job(spec)
         with Tracker(spec, _facts(spec, info)) as tracker:
             with ProgressView(spec, console) as view, signals.training():
-                driving = Driving(spec, session, view, lease.launch, _told(spec, info))
+                driving = Driving(start.spec, session, view, lease.launch, _told(spec, start, info))
                 trained = _train(spec, journal, driving, view, earlier)
             session.close()
-            summary = _conclude(spec, info, journal, trained)
+            summary = _conclude(start.spec, info, journal, trained)
             delivery = tracker.finish("FINISHED")
     summary = _delivered(spec, summary, delivery)
     _say(console, summary.text())
@@ -100,14 +104,17 @@ def _run(spec: JobSpec, console: Console) -> Summary:
 
 
 def _prepare(
-    spec: JobSpec, session: RaySession, lease: DriverLease, console: Console
+    start: Start, session: RaySession, lease: DriverLease, console: Console
 ) -> DatasetInfo:
     """Wait for room in the cluster, which preparing the data needs too, and prepare it."""
+    spec, info = start.spec, start.dataset
     listen = partial(pause, StopFile(spec.run_dir), lease.launch)
     wait_for_room(spec, session, listen, partial(_say, console), settle_s=0.0)
-    info = session.prepare(spec.run_dir.parent / DATA_FOLDER)
+    if info is None:
+        info = session.prepare(spec.run_dir.parent / DATA_FOLDER)
+    else:
+        _say(console, f"its text is not where data.source says; it was prepared in {info.folder}")
     check_size(info, spec.train.global_batch_size)
-    preflight.record_job(spec)
     return info
 
 
@@ -140,9 +147,9 @@ def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
     return {"git": git_state(Path.cwd()), "dataset": {"name": name, **vars(info)}}
 
 
-def _told(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
+def _told(spec: JobSpec, start: Start, info: DatasetInfo) -> dict[str, Any]:
     facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
-    tokenizer = tokenizer_files(load_tokenizer(spec.data.tokenizer))
+    tokenizer = tokenizer_files(load_tokenizer(start.spec.data.tokenizer))
     return {"dataset": info.folder, "facts": facts, "tokenizer": tokenizer}
 
 

@@ -33,8 +33,12 @@ def resolve(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"model": model, "data": data}).anchored(base)
 
 
-def check_job(spec: JobSpec) -> None:
+def check_job(spec: JobSpec, *, has_text: bool = True) -> None:
     """Refuse a model that cannot be built, or data that is not there or does not fit it.
+
+    Args:
+        spec: The job.
+        has_text: Whether its text is to be read; else it was prepared before.
 
     Raises:
         SpecError: What does not fit.
@@ -43,7 +47,8 @@ def check_job(spec: JobSpec) -> None:
     if spec.model.path is not None:
         name = spec.data.tokenizer
         check_pretrained(name, load_tokenizer(name), Path(spec.model.path))
-    check_data(spec.data, vocabulary_size(spec.model))
+    if has_text:
+        check_data(spec.data, vocabulary_size(spec.model))
 
 
 def check_storage(spec: JobSpec) -> None:

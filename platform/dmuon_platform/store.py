@@ -48,7 +48,8 @@ class CheckpointStore:
     """All checkpoints of one run, under ``<run_dir>/checkpoints``.
 
     A checkpoint is written under another name, its manifest last, and then renamed, so a folder
-    is whole or does not count. Nothing that is damaged or half-written is ever deleted or reused.
+    is whole or does not count. Nothing that is damaged or half-written is ever reused, nor deleted
+    before the same step is committed by a newer attempt.
     What depends on all of them at once goes by their names and by the `Catalogue`, so that a run
     of thousands of checkpoints costs no more than one of a few.
 

@@ -10,6 +10,7 @@ from dmuon_platform.data import open_dataset
 from dmuon_platform.errors import Diverged
 from dmuon_platform.fault_injection import arm
 from dmuon_platform.heartbeat import Phase
+from dmuon_platform.origin import check_restored
 from dmuon_platform.place import Place
 from dmuon_platform.pulse import Pulse
 from dmuon_platform.record import Record
@@ -50,6 +51,7 @@ def train(
     arm(spec, training, saving, record)
     begun = time.monotonic()
     step = saving.restore(training)
+    check_restored(spec, step)
     restore_s = time.monotonic() - begun
     setbacks = Setbacks(spec, training, saving, record)
     setbacks.recall(step)

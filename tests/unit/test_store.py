@@ -197,6 +197,17 @@ def test_what_a_killed_process_left_is_set_aside_and_the_step_is_saved_again(tmp
     assert (aside / MODEL_FILE).read_bytes() == b"half"
 
 
+def test_what_a_stopped_attempt_left_goes_when_a_newer_one_commits_the_step(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (20, 30):
+        (store.folder / f"step-{step:08d}.writing-a1").mkdir(parents=True)
+    for _ in range(2):
+        attempt = store.acquire_attempt()
+    save(store, 20, attempt)
+    names = {path.name for path in store.folder.iterdir() if path.is_dir()}
+    assert names == {"step-00000020", "step-00000030.writing-a1"}
+
+
 def test_what_was_never_finished_cannot_be_committed(tmp_path):
     store = Store(tmp_path)
     store.begin(20).mkdir()

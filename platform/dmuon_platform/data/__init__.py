@@ -5,9 +5,15 @@
 
 from dmuon_platform.data.dataset import Dataset, open_dataset
 from dmuon_platform.data.info import DatasetInfo
-from dmuon_platform.data.prepare import check_data, check_size, find_dataset, prepare_dataset
+from dmuon_platform.data.prepare import (
+    check_data,
+    check_size,
+    dataset_of,
+    find_dataset,
+    prepare_dataset,
+)
 from dmuon_platform.data.settings import DataSettings
-from dmuon_platform.data.sources import PYTHON_STDLIB
+from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.data.tokenizer import (
     BYTES,
     ByteTokenizer,
@@ -28,7 +34,9 @@ __all__ = [
     "check_data",
     "check_pretrained",
     "check_size",
+    "dataset_of",
     "find_dataset",
+    "find_files",
     "load_tokenizer",
     "open_dataset",
     "prepare_dataset",

@@ -71,6 +71,11 @@ def find_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo |
     return _find_intact(wanted.folder(cache_dir), wanted.digest)
 
 
+def dataset_of(digest: str, cache_dir: Path | str) -> DatasetInfo | None:
+    """Return the prepared dataset with a digest, if it is there and intact."""
+    return _find_intact(Path(cache_dir).absolute() / digest[:_DIGITS], digest)
+
+
 def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
     """Return the dataset of a job, tokenising it if it is not there yet, with Ray Data if large.
 

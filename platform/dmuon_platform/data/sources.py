@@ -86,6 +86,5 @@ def _no_match(pattern: str, has_folders: bool) -> str:
         )
     return (
         f"data.source: no file matches {pattern!r}, looked up from {Path.cwd()}. Name existing "
-        f"text, JSONL or Parquet files, or use {PYTHON_STDLIB!r}. A run that was submitted or "
-        "started from another folder goes on from there: submit or run its job file there again."
+        f"text, JSONL or Parquet files, or use {PYTHON_STDLIB!r}."
     )

@@ -123,8 +123,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise SpecError(
             f"model.path: {folder} holds no config.json. It must be a local folder written by "
-            "save_pretrained, which stays there as long as the run goes on; hub names are not "
-            "downloaded. Of a run here name its export: its older checkpoints are removed in time."
+            "save_pretrained; hub names are not downloaded. Of a run here name its export: its "
+            "older checkpoints are removed in time."
         ) from None
     except (OSError, ValueError) as error:
         raise SpecError(f"model.path: {file} cannot be read as JSON: {error}") from error

@@ -1,0 +1,110 @@
+"""What a run was started from, kept in its folder, so that it goes on when the original is gone.
+
+Weights are no part of it: they are in the checkpoints. The prepared text lies beside the runs.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmuon_platform.data import BYTES, DatasetInfo, dataset_of, find_files
+from dmuon_platform.errors import FatalError, SpecError
+from dmuon_platform.spec import JobSpec
+from dmuon_platform.store import Checkpoint, CheckpointStore
+
+ORIGIN_FOLDER = "origin"
+MODEL_FOLDER = "model"
+"""In it: all but the weights of the folder ``model.path``."""
+TOKENIZER_FILE = "tokenizer.json"
+"""In it: that of ``data.tokenizer``."""
+
+CONFIG = "config.json"
+
+_KINDS = frozenset({".json", ".jinja", ".model", ".txt"})
+_MOST_BYTES = 256 * 2**20
+"""Of one file; a vocabulary has some."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a launch goes by.
+
+    Attributes:
+        spec: The job, with kept files in the place of those that are gone.
+        dataset: That of the run; None when its text is there to be read.
+    """
+
+    spec: JobSpec
+    dataset: DatasetInfo | None = None
+
+
+def keep_origin(spec: JobSpec) -> None:
+    """Copy what a model or a tokenizer from elsewhere is known by; once for a run.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder = spec.run_dir / ORIGIN_FOLDER
+    if folder.exists() or (spec.model.path is None and spec.data.tokenizer == BYTES):
+        return
+    fresh = spec.run_dir / f".{ORIGIN_FOLDER}-{os.getpid()}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        (fresh / MODEL_FOLDER).mkdir(parents=True)
+        for file in Path(spec.model.path).iterdir() if spec.model.path else ():
+            is_wanted = file.suffix in _KINDS and not file.name.endswith(".index.json")
+            if is_wanted and file.is_file() and file.stat().st_size <= _MOST_BYTES:
+                shutil.copyfile(file, fresh / MODEL_FOLDER / file.name)
+        if spec.data.tokenizer != BYTES:
+            shutil.copyfile(spec.data.tokenizer, fresh / TOKENIZER_FILE)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def start_of(spec: JobSpec, cache_dir: Path) -> Start:
+    """Return what to go by: the job as it is, where all that it names is there.
+
+    Args:
+        spec: The job, its paths absolute.
+        cache_dir: Where prepared text lies.
+    """
+    store = CheckpointStore(spec.run_dir, on_damage=lambda _: None)  # the workers tell of it
+    newest = next(store.newest_first(), None)
+    if newest is None:
+        return Start(spec)  # nothing to go on with, so all must be there
+    origin = spec.run_dir / ORIGIN_FOLDER
+    model, data = spec.model, spec.data
+    kept_model, kept_tokenizer = origin / MODEL_FOLDER, origin / TOKENIZER_FILE
+    if model.path is not None and _has_gone(Path(model.path, CONFIG), kept_model / CONFIG):
+        model = model.model_copy(update={"path": str(kept_model)})
+    if data.tokenizer != BYTES and _has_gone(Path(data.tokenizer), kept_tokenizer):
+        data = data.model_copy(update={"tokenizer": str(kept_tokenizer)})
+    standing_in = spec.model_copy(update={"model": model, "data": data})
+    return Start(standing_in, _dataset_without_text(spec, newest, cache_dir))
+
+
+def _has_gone(file: Path, kept: Path) -> bool:
+    return kept.is_file() and not file.is_file()
+
+
+def _dataset_without_text(spec: JobSpec, newest: Checkpoint, cache_dir: Path) -> DatasetInfo | None:
+    try:
+        find_files(spec.data.source)
+    except SpecError:
+        return dataset_of(str(newest.manifest.extra.get("dataset_digest")), cache_dir)
+    return None
+
+
+def check_restored(spec: JobSpec, step: int) -> None:
+    """Refuse to begin anew without the weights that the run began with.
+
+    Raises:
+        FatalError: No checkpoint could be gone on from, and ``model.path`` is gone.
+    """
+    if step == 0 and spec.model.path == str(spec.run_dir / ORIGIN_FOLDER / MODEL_FOLDER):
+        raise FatalError(
+            f"No whole checkpoint is left in {spec.run_dir}, and the folder that model.path names "
+            "in its job.toml is gone, so there are no weights to begin with. Put one of them back."
+        )
