@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from dmuon_platform import store as store_module
 from dmuon_platform.errors import SpecError
 from dmuon_platform.events import Journal
@@ -173,6 +174,7 @@ def test_killed_at_any_moment_of_a_save_the_older_checkpoint_is_used(tmp_path, m
     attempt = store.acquire_attempt()
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # those of the parent are not here
         setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         save(store, 20, attempt)
         os._exit(1)  # it should have died
