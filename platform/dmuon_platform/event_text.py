@@ -13,7 +13,7 @@ class _Facts(dict[str, Any]):
 
 _SENTENCES = {
     "launched": "launched: process {pid} on {host}",
-    "training_started": "{num_workers} workers train from step {step}",
+    "training_started": "{team} from step {step}",
     "checkpoint_saved": "checkpoint of step {step} saved",
     "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "
     "again: {problem}",
@@ -42,7 +42,8 @@ def event_text(event: Mapping[str, Any]) -> str:
         return _ending(event)
     workers = event.get("workers")
     facts = _Facts(event)
-    facts["num_workers"] = len(workers) if isinstance(workers, list) else "?"
+    number = len(workers) if isinstance(workers, list) else "?"
+    facts["team"] = "1 worker trains" if number == 1 else f"{number} workers train"
     try:
         return _one_line(_SENTENCES[kind].format_map(facts))
     except (KeyError, ValueError):  # a kind of another version, or a number that is none

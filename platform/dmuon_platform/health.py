@@ -127,7 +127,7 @@ def _of_singular_values(step: int, table: UpdateTable) -> Finding:
         Grade.GOOD,
         f"Newton-Schulz works: the largest singular values of {len(norms)} updates are "
         f"{min(norms.values()):.3f} to {max(norms.values()):.3f} at step {step}; whole updates "
-        f"have {low:.2f} to {high:.2f}.",
+        f"have {low:.2f} to {high:.2f}, give or take {ROUNDING:.0%} of rounding.",
     )
 
 

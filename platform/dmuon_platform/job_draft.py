@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not target.parent.is_dir():
         raise SpecError(f"{target} cannot be written: there is no folder {target.parent}.")
     hardware = _hardware(arguments.workers)
-    text = draft(target.stem, hardware, data=arguments.data, tokenizer=arguments.tokenizer)
+    text = draft(target.stem, hardware, arguments.data, arguments.tokenizer, model=arguments.model)
     write_whole(target, text)
     load_job(target, [])  # what is written is right, or we are told now
     kind = "GPUs" if hardware.has_gpus else "CPU workers"
@@ -61,17 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def draft(name: str, hardware: Hardware, data: str | None, tokenizer: str | None) -> str:
+def draft(
+    name: str,
+    hardware: Hardware,
+    data: str | None,
+    tokenizer: str | None,
+    model: str | None = None,
+) -> str:
     """Return a job file as TOML, each key with the comment that its class has.
 
     Args:
         name: Of the run; characters that a name cannot have become ``-``.
         hardware: What it is for.
         data: A file or glob of text, JSONL or Parquet; None: Python's own library.
-        tokenizer: A ``tokenizer.json``; None: one token a byte.
+        tokenizer: A ``tokenizer.json``; None: one token a byte, or the model's own.
+        model: A Hugging Face folder to fine-tune; None: a model from scratch.
 
     Raises:
-        SpecError: Nothing matches ``data``, or there is no such tokenizer.
+        SpecError: Nothing matches ``data``, or there is no such tokenizer or model.
     """
     if data is not None and not any(map(os.path.isfile, glob.iglob(data, recursive=True))):
         raise SpecError(
@@ -88,9 +95,30 @@ def draft(name: str, hardware: Hardware, data: str | None, tokenizer: str | None
             "sequence_length": 1024 if hardware.has_gpus else 128,
         },
     }
-    sections["model"]["vocab_size"] = 256 if tokenizer is None else _vocabulary(Path(tokenizer))
+    if model is None:
+        sections["model"]["vocab_size"] = 256 if tokenizer is None else _vocabulary(Path(tokenizer))
+    else:
+        sections |= _fine_tuned(model, tokenizer, sections)
     job_of({"name": name, **sections})
     return "\n".join(_lines(name, hardware, sections))
+
+
+def _fine_tuned(model: str, tokenizer: str | None, drafted: Sections) -> Sections:
+    """The sections that a trained model changes: sizes and tokenizer are its own, rates a tenth."""
+    from dmuon_platform.model.huggingface import read_config
+
+    longest = read_config(Path(model)).get("max_position_embeddings")
+    data = dict(drafted["data"])
+    if tokenizer is None:
+        del data["tokenizer"]
+    if isinstance(longest, int):
+        data["sequence_length"] = min(longest, data["sequence_length"])
+    rates = {key: value / 10 for key, value in drafted["optimizer"].items() if key.endswith("lr")}
+    return {
+        "model": {"path": model},
+        "data": data,
+        "optimizer": {**drafted["optimizer"], **rates},
+    }
 
 
 def _hardware(workers: int | None) -> Hardware:

@@ -15,6 +15,7 @@ def outline(spec: JobSpec) -> str:
     """
     spec = preflight.resolve(spec)
     preflight.check_job(spec)
+    preflight.check_earlier_run(spec)
     num_tokens = spec.num_steps * spec.tokens_per_step
     model = build_model(spec.model, spec.data.sequence_length, device="meta")
     lines = [

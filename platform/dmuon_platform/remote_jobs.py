@@ -77,7 +77,10 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
     try:
         asyncio.run(show())
     except KeyboardInterrupt:
-        print(f"\nNo longer following; {submission} goes on. `dmuon stop` would end it.")
+        print(
+            f"\nNo longer following; the job goes on. To end it: dmuon stop {submission}, with the "
+            "same --address."
+        )
         return False
     return True
 

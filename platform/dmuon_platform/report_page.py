@@ -138,7 +138,7 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
     yield f"The training was {how_often if count else 'never started again'}."
     if count and run.restarts:
         newest = run.restarts[-1]
-        yield f"Newest cause, after step {newest.step}: {newest.cause.rstrip('.')}."
+        yield f"The newest failure, after step {newest.step}: {newest.cause.rstrip('.')}."
     if times.goodput is not None:
         yield f"Goodput is {100 * times.goodput:.0f} %, the part of that time in steps that count."
 

@@ -31,7 +31,7 @@ def table(runs: Sequence[RunState], now: float) -> str:
             _number(run.metrics.get("train/loss"), ".3f") or "-",
             _number(run.tokens_per_s, ",.0f") or "-",
             "-" if run.checkpoint is None else str(run.checkpoint.step),
-            str(len(run.restarts)),
+            str(run.num_restarts),
             "-" if run.time is None else f"{duration(now - run.time)} ago",
         )
         for run in runs
@@ -65,6 +65,7 @@ def plain(run: RunState, now: float) -> dict[str, Any]:
                 "created": checkpoint.created,
                 "age_s": now - checkpoint.created,
             },
+            "num_restarts": run.num_restarts,
             "restarts": [vars(restart) for restart in run.restarts],
             "driver": None if run.driver is None else vars(run.driver),
             "problem": run.problem,

@@ -23,6 +23,7 @@ from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
+from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spool import METRICS_FILE
 from dmuon_platform.stop_request import StopFile
@@ -84,6 +85,8 @@ class RunState:
         tokens_per_s: Median of the recent steps.
         eta_s: Seconds to the last step at the recent pace; None unless it is running.
         time: Unix time of the newest step or event.
+        restarts: After failures, with their causes.
+        num_restarts: How often training began again before it was through, also by a new launch.
         problem: Why it ended, unless it finished.
         stopping: What it was asked to stop for, if it was.
         notes: What is damaged or missing in the folder.
@@ -103,6 +106,7 @@ class RunState:
     workers: Sequence[Worker]
     checkpoint: SavedCheckpoint | None
     restarts: Sequence[Restart]
+    num_restarts: int
     driver: Driver | None = None
     problem: str | None = None
     stopping: str | None = None
@@ -153,6 +157,7 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         workers=_workers(folder, events, now) if is_running else (),
         checkpoint=_newest_checkpoint(folder),
         restarts=[_restart(event) for event in events if event["kind"] == "restarted"],
+        num_restarts=restarts_of(events),
         driver=driver,
         problem=problem,
         stopping=None if request is None else f"{request.reason} (by {request.by})",

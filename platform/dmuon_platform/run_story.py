@@ -16,7 +16,7 @@ def tags_of(events: Events, continuation: Continuation) -> dict[str, str]:
     """Return attempts, restarts with their causes, and the proof of continuation."""
     started = [event for event in events if event["kind"] == "training_started"]
     restarted = [event for event in events if event["kind"] == "restarted"]
-    tags: dict[str, Any] = {"attempts": len(started), "restarts": len(restarted)}
+    tags: dict[str, Any] = {"attempts": len(started), "restarts": restarts_of(events)}
     for event in started:
         workers = event.get("workers", [])
         hosts = sorted({str(worker.get("host")) for worker in workers})

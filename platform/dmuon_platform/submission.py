@@ -150,7 +150,8 @@ class _Submission:
         if info.status == JobStatus.SUCCEEDED:
             return 0
         first_line, _, _ = (info.message or "").partition("\n")  # the others repeat the output
-        print(f"{self.id}: {info.status}. {first_line}")
+        reason, _, _ = first_line.partition(", last available logs")
+        print(f"{self.id}: {info.status}. {reason}")
         return info.driver_exit_code or PlatformError.exit_code
 
 

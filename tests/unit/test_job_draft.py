@@ -29,6 +29,24 @@ def test_what_it_writes_is_a_job_of_that_name_that_can_be_planned(
 
 
 @pytest.mark.parametrize("hardware", [GPUS, CPUS])
+def test_of_a_model_to_fine_tune_sizes_and_tokenizer_are_its_own(
+    hardware: Hardware, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}', encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    for name, model in (("scratch", None), ("tuned", str(tmp_path))):
+        text = draft(name, hardware, None, None, model)
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    scratch, tuned = (load_job(tmp_path / f"{name}.toml") for name in ("scratch", "tuned"))
+    assert tuned.model.path == str(tmp_path)
+    assert tuned.data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert tuned.data.sequence_length == 100
+    assert tuned.optimizer.lr == pytest.approx(scratch.optimizer.lr / 10)
+    assert tuned.optimizer.adamw_lr == pytest.approx(scratch.optimizer.adamw_lr / 10)
+    assert tuned.optimizer.weight_decay == scratch.optimizer.weight_decay
+
+
+@pytest.mark.parametrize("hardware", [GPUS, CPUS])
 def test_every_key_is_explained_and_every_section_fits_the_machine(
     hardware: Hardware, tmp_path: Path
 ) -> None:
@@ -51,6 +69,7 @@ def test_every_key_is_explained_and_every_section_fits_the_machine(
         (["no/where.toml"], "there is no folder no"),
         (["new.toml", "--data", "*.nothing"], "No file matches --data '*.nothing'"),
         (["new.toml", "--tokenizer", "none.json"], "There is no tokenizer 'none.json'"),
+        (["new.toml", "--model", "none"], "model.path: none holds no config.json"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(

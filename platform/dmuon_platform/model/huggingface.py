@@ -26,7 +26,7 @@ def hf_config(
         separator_id: The token between documents, which then begins and ends a text.
     """
     if settings.path is not None:
-        config = _read_config(Path(settings.path))
+        config = read_config(Path(settings.path))
         # Weights are kept in float32, whatever they came in; transformers 4 and 5 look in turn.
         return {**config, "torch_dtype": "float32", "dtype": "float32"}
     num_heads = settings.num_attention_heads
@@ -67,7 +67,7 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
         SpecError: `transformers` is missing, or the folder holds no causal language model, or one
             for shorter sequences.
     """
-    config_dict = _read_config(folder)
+    config_dict = read_config(folder)
     limit = config_dict.get("max_position_embeddings")
     if limit is not None and sequence_length > limit:
         raise SpecError(
@@ -94,7 +94,7 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
 
 def read_vocab_size(folder: Path) -> int:
     """Return the vocabulary size in the folder's ``config.json``."""
-    config = _read_config(folder)
+    config = read_config(folder)
     try:
         return int(config["vocab_size"])
     except KeyError:
@@ -116,7 +116,12 @@ def _check_counts(folder: Path, config: dict[str, Any]) -> None:
                 )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of a model's folder.
+
+    Raises:
+        SpecError: There is none that can be read.
+    """
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
