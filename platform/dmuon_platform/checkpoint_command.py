@@ -16,7 +16,7 @@ import dmuon
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
 from dmuon_platform.errors import CopyError, DamagedSourceError, NoCheckpointError
-from dmuon_platform.run_folder import is_run
+from dmuon_platform.run_folder import is_run, runs_in
 from dmuon_platform.text_table import text_table
 
 GOOD, DIFFERENT, BAD_USE = 0, 1, 2
@@ -91,6 +91,11 @@ def _words(error: Exception, arguments: argparse.Namespace) -> str:
 
 def _list(arguments: argparse.Namespace) -> _Answer:
     found = dmuon.list_checkpoints(_listed(arguments.folder), newest=arguments.newest)
+    if not (found.whole or found.passed_over) and (runs := list(runs_in(Path(arguments.folder)))):
+        raise NoCheckpointError(
+            f"{arguments.folder} is the folder of all runs; name that of one: "
+            f"{', '.join(shlex.quote(str(run)) for run in runs[:3])}"
+        )
     rows = [
         (
             each.path.name,

@@ -13,6 +13,7 @@ class _Facts(dict[str, Any]):
 
 _SENTENCES = {
     "launched": "launched: process {pid} on {host}",
+    "waiting": "waiting for room: {what}",
     "training_started": "{team} from step {step}",
     "checkpoint_saved": "checkpoint of step {step} saved",
     "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "

@@ -11,6 +11,10 @@ from dmuon_platform.line_file import LineFile
 EVENTS_FILE = "events.jsonl"
 
 
+WAITING = "waiting"
+"""Kind of the event that a launch waits for room in its cluster."""
+
+
 class Journal:
     """Append-only ``events.jsonl`` of one run; the driver and rank 0 both write to it."""
 

@@ -56,6 +56,7 @@ def plain(run: RunState, now: float) -> dict[str, Any]:
             "tokens_per_s": run.tokens_per_s,
             "eta_s": run.eta_s,
             "time": run.time,
+            "waiting": run.waiting,
             "workers": [vars(worker) for worker in run.workers],
             "checkpoint": None
             if checkpoint is None
@@ -112,6 +113,8 @@ def _headline(run: RunState) -> str:
 def _phase(run: RunState) -> str:
     if run.stopping is not None:
         return ", and asked to stop"
+    if run.waiting is not None:
+        return f"; waiting for room: {run.waiting}"
     if run.workers:
         return ""
     done = run.step == run.num_steps

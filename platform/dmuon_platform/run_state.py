@@ -18,7 +18,7 @@ from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
 from dmuon_platform.event_facts import Content, clock, last, number, whole
-from dmuon_platform.events import Journal
+from dmuon_platform.events import WAITING, Journal
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State, ending_of
@@ -87,6 +87,7 @@ class RunState:
         time: Unix time of the newest step or event.
         restarts: After failures, with their causes.
         num_restarts: How often training began again before it was through, also by a new launch.
+        waiting: For what room in the cluster, while it runs and does not train.
         problem: Why it ended, unless it finished.
         stopping: What it was asked to stop for, if it was.
         notes: What is damaged or missing in the folder.
@@ -107,6 +108,7 @@ class RunState:
     checkpoint: SavedCheckpoint | None
     restarts: Sequence[Restart]
     num_restarts: int
+    waiting: str | None = None
     driver: Driver | None = None
     problem: str | None = None
     stopping: str | None = None
@@ -158,12 +160,18 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         checkpoint=_newest_checkpoint(folder),
         restarts=[_restart(event) for event in events if event["kind"] == "restarted"],
         num_restarts=restarts_of(events),
+        waiting=_waiting(events) if is_running else None,
         driver=driver,
         problem=problem,
         stopping=None if request is None else f"{request.reason} (by {request.by})",
         tracking=_tracking(folder),
         notes=[*([complaint] if complaint else []), *(str(each.message) for each in caught)],
     )
+
+
+def _waiting(events: Sequence[Content]) -> str | None:
+    newest = events[-1] if events else {}
+    return str(newest.get("what", "?")) if newest.get("kind") == WAITING else None
 
 
 def sound_driver(folder: Path) -> Driver | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dmuon_platform import cluster
 from dmuon_platform.elastic import NodeRoom, choose_workers, num_leaving, num_places, shortage
 from dmuon_platform.errors import PlatformError
+from dmuon_platform.events import WAITING, Journal
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.spec import JobSpec
 
@@ -53,7 +54,9 @@ def wait_for_room(
             )
         if chosen is None and waited_s >= settle_s and not has_said:
             has_said = True
-            say(f"waiting for room: {shortage(spec, nodes)}")
+            what = shortage(spec, nodes)
+            say(f"waiting for room: {what}")
+            Journal(spec.run_dir).note(WAITING, what=what)
         pause(RETRY_S / 4 if waited_s < SETTLE_S else RETRY_S)
 
 

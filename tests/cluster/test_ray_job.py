@@ -133,6 +133,7 @@ def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text
     assert "16 CPUs" in output
     assert "Traceback" not in output
     assert not run.events("training_started")
+    assert "16 CPUs" in run.events("waiting")[-1]["what"]
 
 
 def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, tmp_path):

@@ -140,6 +140,11 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("init new.toml --workers 0", 2, ("--workers: must be a whole number of at least 1, not '0'",)),
     # checkpoints
     ("checkpoint list no", 2, ("no: there is no such folder", "that checkpoints were saved in")),
+    (
+        "checkpoint list runs",
+        2,
+        ("runs is the folder of all runs", "name that of one: runs/torn"),
+    ),
     ("checkpoint list saved", 2, ("it is itself a checkpoint", "give the folder around it: .")),
     ("checkpoint show runs", 1, ("runs is not a whole checkpoint", "it is none, or writing")),
     (

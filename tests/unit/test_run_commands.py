@@ -168,6 +168,19 @@ def test_a_run_that_was_killed_before_its_job_was_recorded_is_not_said_to_resume
     assert "Run the job file again" in capsys.readouterr().err
 
 
+def test_a_run_that_waits_for_room_says_for_what(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    Journal(folder).append("waiting", what="2 workers need 2 CPUs")
+    with driver_of(folder):
+        assert dmuon("status", "mine", "--storage", tmp_path) == 3
+        assert "mine: running; waiting for room: 2 workers need 2 CPUs" in capsys.readouterr().out
+        assert dmuon("logs", "mine", "--storage", tmp_path) == 0
+        assert "waiting for room: 2 workers need" in capsys.readouterr().out
+        Journal(folder).append("training_started", attempt=2, step=30, workers=[])
+        assert dmuon("status", "mine", "--storage", tmp_path) == 3
+        assert "waiting" not in capsys.readouterr().out
+
+
 def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     folder = leave_run(tmp_path)
     assert dmuon("status", "mine", "--storage", tmp_path, "--json") == 75
