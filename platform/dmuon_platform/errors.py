@@ -56,14 +56,14 @@ class FatalError(PlatformError):
     exit_code: ClassVar[int] = 70
 
 
-class CopyError(PlatformError):
-    """A checkpoint cannot be copied as asked; what is at the target is none."""
+class NoCheckpointError(PlatformError):
+    """What is named holds checkpoints, and is none."""
 
     exit_code: ClassVar[int] = 2
 
 
-class NoCheckpointError(PlatformError):
-    """What is named holds checkpoints, and is none."""
+class CopyError(PlatformError):
+    """A checkpoint cannot be copied as asked; what is at the target is none."""
 
     exit_code: ClassVar[int] = 2
 

@@ -80,7 +80,7 @@ def _run(spec: JobSpec, console: Console) -> Summary:
     address = cluster.address_of(spec)
     how = "starting Ray" if address is None else f"joining Ray at {address}"
     _say(console, f"{spec.name}: {how} and preparing the data in {spec.run_dir.parent}")
-    lease = DriverLease(spec.run_dir, cluster.address_of(spec), _ray_job())
+    lease = DriverLease(spec.run_dir, address, _ray_job())
     earlier = unfinished_failures(journal.read())
     with (
         lease,

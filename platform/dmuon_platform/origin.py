@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon_platform.data import BYTES, DatasetInfo, dataset_of, find_files
+from dmuon_platform.data.tokenizer import TOKENIZER_FILE
 from dmuon_platform.errors import FatalError, SpecError
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.store import Checkpoint, CheckpointStore
 
 ORIGIN_FOLDER = "origin"
 MODEL_FOLDER = "model"
-"""In it: all but the weights of the folder ``model.path``."""
-TOKENIZER_FILE = "tokenizer.json"
-"""In it: that of ``data.tokenizer``."""
+"""In it: all but the weights of the folder ``model.path``. Beside it lies that of
+``data.tokenizer``."""
 
 CONFIG = "config.json"
 

@@ -188,7 +188,7 @@ def report(arguments: argparse.Namespace) -> int:
             raise IsADirectoryError(f"{target} is a folder")
         from dmuon_platform.report_page import write_report
 
-        print(write_report(folder, arguments.out))
+        print(write_report(folder, target))
     except OSError as error:
         raise PlatformError(
             f"The report of {folder.name} cannot be written: {error}. --out names a file that can "

@@ -174,7 +174,7 @@ def _check_uploaded(job: str, spec: JobSpec) -> None:
         "the job": [job],
         "model.path": [] if spec.model.path is None else [spec.model.path],
         "data.tokenizer": [] if spec.data.tokenizer == BYTES else [spec.data.tokenizer],
-        "data.source": [] if PYTHON_STDLIB in source else source,
+        "data.source": [] if spec.data.source == PYTHON_STDLIB else source,
     }
     for key, given in named.items():
         relative = [path for path in given if not Path(path).expanduser().is_absolute()]

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
@@ -10,6 +11,8 @@ from ray._private.runtime_env import packaging  # no public call tells what is u
 
 EXCLUDES = [".git", ".venv", "/runs"]
 """What is never uploaded, beside what ``.gitignore`` and ``.rayignore`` name."""
+
+Rule = Callable[[Path], bool]
 
 _CACHE = "__pycache__"
 _quiet = logging.getLogger(__name__)
@@ -25,9 +28,10 @@ def find_missing(paths: list[Path], folder: Path) -> Path | None:
             ``folder`` are taken to be on the cluster.
         folder: That is uploaded.
     """
+    rules_in = cache(_rules_in)  # many files lie in few folders
     for path in paths:
         for file in _files_of(path):
-            if file.is_relative_to(folder) and _is_left_out(file, folder):
+            if file.is_relative_to(folder) and _is_left_out(file, folder, rules_in):
                 return file
     return None
 
@@ -42,13 +46,18 @@ def _files_of(path: Path) -> Iterator[Path]:
             yield file
 
 
-def _is_left_out(file: Path, folder: Path) -> bool:
-    """Whether an ignore file of a folder above, or `EXCLUDES`, names it or a folder above it."""
+def _rules_in(folder: Path) -> list[Rule]:
     include = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    rules: list[Callable[[Path], bool]] = [packaging._get_excludes(folder, EXCLUDES)]
+    found: list[Rule] = packaging.get_excludes_from_ignore_files(folder, include, logger=_quiet)
+    return found
+
+
+def _is_left_out(file: Path, folder: Path, rules_in: Callable[[Path], list[Rule]]) -> bool:
+    """Whether an ignore file of a folder above, or `EXCLUDES`, names it or a folder above it."""
+    rules: list[Rule] = [packaging._get_excludes(folder, EXCLUDES)]
     for part in [*reversed(file.relative_to(folder).parents), file]:
         step = folder / part
-        rules += packaging.get_excludes_from_ignore_files(step, include, logger=_quiet)
+        rules += rules_in(step)
         if any(rule(step) for rule in rules):
             return True
     return False

@@ -26,6 +26,8 @@ def wait_for_room(
 ) -> tuple[int, int]:
     """Return with how many workers to go on, and how many used machines are leaving.
 
+    A wait is said once, and written down in the run's journal.
+
     Args:
         spec: The job.
         session: The connection to Ray.

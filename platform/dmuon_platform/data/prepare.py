@@ -67,13 +67,12 @@ def find_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo |
     Raises:
         SpecError: What is wrong with the source.
     """
-    wanted = _Wanted.by(settings)
-    return _find_intact(wanted.folder(cache_dir), wanted.digest)
+    return dataset_of(_Wanted.by(settings).digest, cache_dir)
 
 
 def dataset_of(digest: str, cache_dir: Path | str) -> DatasetInfo | None:
     """Return the prepared dataset with a digest, if it is there and intact."""
-    return _find_intact(Path(cache_dir).absolute() / digest[:_DIGITS], digest)
+    return _find_intact(_folder_of(digest, cache_dir), digest)
 
 
 def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
@@ -87,7 +86,8 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
         PlatformError: The cache folder cannot be written.
     """
     wanted = _Wanted.by(settings)
-    tokenizer, digest, folder = wanted.tokenizer, wanted.digest, wanted.folder(cache_dir)
+    tokenizer, digest = wanted.tokenizer, wanted.digest
+    folder = _folder_of(digest, cache_dir)
     found = _find_intact(folder, digest)
     if found is not None:
         return found
@@ -125,8 +125,9 @@ class _Wanted:
         limit = passage_bytes(files, settings.validation_fraction)
         return cls(tokenizer, files, limit, _digest(settings, tokenizer, files, limit))
 
-    def folder(self, cache_dir: Path | str) -> Path:
-        return Path(cache_dir).absolute() / self.digest[:_DIGITS]
+
+def _folder_of(digest: str, cache_dir: Path | str) -> Path:
+    return Path(cache_dir).absolute() / digest[:_DIGITS]
 
 
 def _digest(settings: DataSettings, tokenizer: TextTokenizer, files: list[Path], limit: int) -> str:
