@@ -121,18 +121,7 @@ def newton_schulz_(batch_Bmn: torch.Tensor, schedule: Sequence[Triple], eps: flo
     _, m, n = batch_Bmn.shape
     form = _form(None, m, n, schedule)
     iterate = _iterate_on_gram if form == "gram" else _iterate
-    out = batch_Bmn if _takes_products(batch_Bmn) else None
-    result = iterate(_divided_by_norm(batch_Bmn, eps), schedule, out=out)
-    if result is not batch_Bmn:
-        batch_Bmn.copy_(result)
-
-
-def _takes_products(out: torch.Tensor) -> bool:
-    """Whether ``torch.bmm(..., out=out)`` is as fast as it should be.
-
-    On CPUs one of 16-bit numbers into what is not contiguous takes a thousand times as long.
-    """
-    return out.device.type != "cpu" or out.itemsize > 2 or out.is_contiguous()
+    iterate(_divided_by_norm(batch_Bmn, eps), schedule, out=batch_Bmn)
 
 
 def _divided_by_norm(matrix: torch.Tensor, eps: float) -> torch.Tensor:
@@ -161,7 +150,7 @@ def _iterate(
         R = gram_matrix(X)
         # each sum is part of its product, so it is rounded once
         B = symmetric_sum(R, R, R, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a, out=None if left else out)
+        X = _times(B, X, None if left else out, beta=a)
     return X
 
 
@@ -183,8 +172,29 @@ def _iterate_on_gram(
                 R = symmetric_sum(PR, PR, B, beta=a)
             Q = B.add(identity, alpha=a) if Q is None else symmetric_sum(Q, Q, B, beta=a)
         assert Q is not None  # no block is empty
-        X = torch.bmm(Q, X, out=None if blocks_left else out)
+        X = _times(Q, X, None if blocks_left else out)
     return X
+
+
+def _times(
+    P: torch.Tensor, X: torch.Tensor, out: torch.Tensor | None, *, beta: float = 0.0
+) -> torch.Tensor:
+    """``P X + beta X``, in ``out`` or new memory, which is laid out as ``X``.
+
+    Of an ``X`` whose transpose is contiguous the transpose is computed. On CPUs products of 16-bit
+    numbers copy a transposed ``X``, which takes as long as the product does, and one into memory
+    that is not contiguous takes a thousand times as long.
+    """
+    if X.is_contiguous() or not X.mT.is_contiguous():
+        return _sum_of(X, P, X, beta, out)
+    return _sum_of(X.mT, X.mT, P.mT, beta, None if out is None else out.mT).mT
+
+
+def _sum_of(
+    S: torch.Tensor, A: torch.Tensor, B: torch.Tensor, beta: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``A B + beta S``; `torch.baddbmm` would touch an ``S`` that it does not need."""
+    return torch.baddbmm(S, A, B, beta=beta, out=out) if beta else torch.bmm(A, B, out=out)
 
 
 def _counted_down(values: Sequence[T]) -> Iterator[tuple[int, T]]:

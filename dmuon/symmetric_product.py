@@ -62,7 +62,8 @@ def _fill(
         torch.addmm(S[rows, left], A[rows], B[:, left], beta=beta, alpha=alpha, out=out[rows, left])
     for begin in range(0, m - width, width):
         end = begin + width
-        out[begin:end, end:] = out[end:, begin:end].mT
+        # transposing is about twice as fast from and into contiguous memory
+        out[begin:end, end:] = out[end:, begin:end].contiguous().mT.contiguous()
 
 
 def _panel_width(m: int, itemsize: int) -> int:
