@@ -80,13 +80,23 @@ class OwnerCarrier:
         Returns:
             The reduction, and the parameters that have a gradient on this rank.
         """
-        sent: Reduced = []
-        had_gradient: list[DedicatedParam] = []
-        for parcel in self._parcels:  # one after the other, so that gradients are freed early
-            flat = torch.empty(parcel.numel_with_flags, dtype=dtype, device=parcel.device)
-            had_gradient += pack([(parcel, flat)])
-            sent.append((parcel, flat))
+        if self._start.takes_one_buffer:
+            sent = self._back_to_back(dtype)
+            had_gradient = pack(sent)
+        else:  # one after the other, so that gradients are freed early
+            sent, had_gradient = [], []
+            for parcel in self._parcels:
+                flat = torch.empty(parcel.numel_with_flags, dtype=dtype, device=parcel.device)
+                had_gradient += pack([(parcel, flat)])
+                sent.append((parcel, flat))
         return self._start(sent, 0, counters), had_gradient
+
+    def _back_to_back(self, dtype: torch.dtype) -> Reduced:
+        """Room for the gradients of all parcels, in the order of their roots on each leg."""
+        parcels = sorted(self._parcels, key=lambda p: [leg.root for leg in p.route.reduce])
+        sizes = [parcel.numel_with_flags for parcel in parcels]
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=parcels[0].device)
+        return list(zip(parcels, buffer.split(sizes), strict=True))
 
 
 class BlockCarrier:

@@ -7,7 +7,7 @@ rank has a gradient, 0 where it sends zeros. So owners learn, without another co
 parameter had no gradient anywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from dmuon import torch_internals
 from dmuon.counters import Counters
 from dmuon.packing import Slots
 from dmuon.parameter import DedicatedParam
-from dmuon.parcel import Parcel
+from dmuon.parcel import MASTER_DTYPE, Parcel
 
 Reduced = list[tuple[Parcel, torch.Tensor]]  # on the owner: flat sums, with flags at the end
 
@@ -32,11 +32,21 @@ class Reduction(Protocol):
         """Whether ``finish`` would not wait."""
 
 
-StartReduction = Callable[[Reduced, int, Counters], Reduction]
+class StartReduction(Protocol):
+    """Begins a reduction along one leg: of what this rank sends, the leg's number, who counts."""
+
+    @property
+    def takes_one_buffer(self) -> bool:
+        """Whether what lies back to back, in the order of the roots, is sent as it lies."""
+
+    def __call__(self, sent: Reduced, stage: int, counters: Counters) -> Reduction:
+        """Begin it. Collective over the leg; asynchronous."""
 
 
 class RootedReduction:
     """One packed ``reduce`` a parcel: what NCCL does well."""
+
+    takes_one_buffer = False
 
     def __init__(self, sent: Reduced, stage: int, counters: Counters) -> None:
         self._sent = sent
@@ -69,6 +79,8 @@ class ExchangedReduction:
     that at four ranks, and the fixed order of the sum makes it deterministic.
     """
 
+    takes_one_buffer = True
+
     def __init__(self, sent: Reduced, stage: int, counters: Counters) -> None:
         self._sent = sent
         self._stage = stage
@@ -83,7 +95,7 @@ class ExchangedReduction:
         for parcel, flat in self._sent:
             by_root[parcel.route.reduce[self._stage].root].append(flat)
         sizes = [sum(flat.numel() for flat in flats) for flats in by_root]
-        sent = torch.cat([flat for flats in by_root for flat in flats])
+        sent = _joined([flat for flats in by_root for flat in flats])
         mine = sizes[self._leg.group.rank()]
         self._received = sent.new_empty(num_ranks * mine)
         counters.count("all_to_all", sent.nbytes)
@@ -103,9 +115,9 @@ class ExchangedReduction:
         if not sent:
             return []
         pieces = self._received.view(self._leg.size, -1)
-        total = pieces[0].float()
+        total = pieces[0].to(MASTER_DTYPE, copy=True)
         for piece in pieces[1:]:
-            total = total + piece
+            total += piece
         sums = total.split([flat.numel() for _, flat in sent])
         return [(parcel, piece) for (parcel, _), piece in zip(sent, sums, strict=True)]
 
@@ -153,6 +165,19 @@ class ScatteredReduction:
 def choose_reduction(group: dist.ProcessGroup) -> StartReduction:
     """The reduction that suits the backend of ``group``."""
     return ExchangedReduction if dist.get_backend(group) == "gloo" else RootedReduction
+
+
+def _joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor of all; where they lie back to back already, without a copy."""
+    first = flats[0]
+    end = first.storage_offset()
+    for flat in flats:
+        if flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(flats))
+        if flat.storage_offset() != end:
+            return torch.cat(list(flats))
+        end += flat.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def pack(parcels: Reduced) -> list[DedicatedParam]:

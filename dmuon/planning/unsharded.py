@@ -79,16 +79,18 @@ def _held(
     # reduced in place, in float32 what the owner packs becomes its gradient
     stays = rank if not is_exchange and grad == FLOAT32 else None
     pending = flats - (0 if stays is None else final_flats)
-    sending = _packing(owned, conduct, stays)
     if slots is not None:
         pending, sending = _scattering(slots.gradients, block, conduct, sum(final) + len(final))
-    elif is_exchange and S > 1:
-        exchanged = flats + S * my_flats  # what is sent, and what arrives
-        pending, sending = exchanged + my_flats, max(sending, exchanged + flats)
+    elif is_exchange:
+        arriving = S * my_flats if S > 1 else 0
+        sending = flats + max(weight * block.dedicated_numel, arriving)
+        pending = flats + arriving
+    else:
+        sending = _packing(owned, conduct, stays)
     summed, exchanging, settling = 0, 0, my_flats - (0 if stays is None else final_flats)
     if is_exchange and R > 1:
         summed = my_flats if S > 1 and slots is None else 0
-        exchanging = 2 * my_flats + R * final_flats
+        exchanging = my_flats * (1 if slots is None else 2) + R * final_flats
         settling = exchanging - my_flats + (final_flats if slots or not final else my_flats)
     symmetric = block.symmetric_numel
     numel = block.dedicated_numel + symmetric
