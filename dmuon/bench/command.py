@@ -15,9 +15,9 @@ from dmuon.bench.measure import measure
 from dmuon.bench.parity import tolerance
 from dmuon.bench.presets import PRESETS
 from dmuon.bench.public import check_installed
-from dmuon.bench.ranks import Launch, RankError, run_ranks
+from dmuon.bench.ranks import Launch, RankError, num_cores, run_ranks
 from dmuon.bench.report import NOTE, render
-from dmuon.bench.settings import ADAMW, CONTENDERS, DMUON, PRECISIONS, Settings
+from dmuon.bench.settings import ADAMW, CONTENDERS, DMUON, OTHER_MUONS, PRECISIONS, Settings
 from dmuon.bench.summary import loss_difference, scaling, summarise
 
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
@@ -87,12 +87,12 @@ def run(settings: Settings, device_type: str) -> dict[str, Any]:
     Raises:
         RankError: with the traceback of the rank that failed first.
     """
-    cores = _num_cores()
+    cores = num_cores()
     load = os.getloadavg()[0]
     tolerances = {
         name: tolerance(name, settings, device_type)
         for name in settings.contenders
-        if name not in (ADAMW, DMUON)
+        if name in OTHER_MUONS
     }
     runs: list[dict[str, Any]] = []
     model: dict[str, Any] = {}
@@ -197,10 +197,3 @@ def _check_output(file: Path | None) -> None:
         raise ValueError(f"--json {file} cannot be written: give a file in a folder that exists")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise ValueError(f"--json {file} cannot be written: permission denied")
-
-
-def _num_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -13,6 +13,7 @@ from dmuon.bench import decoder, public
 from dmuon.bench.settings import (
     ADAMW,
     ALLTOALL,
+    ALONE,
     DMUON,
     GATHER,
     MUON_FSDP2,
@@ -65,12 +66,18 @@ def make_dmuon(settings: Settings, mesh: DeviceMesh, device: torch.device) -> Co
     return Contender(DMUON, model, optimizer)
 
 
+def make_alone(settings: Settings, device: torch.device) -> Contender:
+    """A model of this rank's own, for what a step takes where nothing is sent. Local."""
+    model = decoder.build(settings).to(device, wire_dtype(settings))
+    return Contender(ALONE, model, torch.optim.AdamW(model.parameters(), lr=_ADAMW_LR))
+
+
 def make(name: str, settings: Settings, mesh: DeviceMesh, device: torch.device) -> Contender:
     """The contender called ``name``. Collective over ``mesh``."""
-    if name == ADAMW:
-        return make_adamw(settings, mesh, device)
-    if name == DMUON:
-        return make_dmuon(settings, mesh, device)
+    if name == ALONE:
+        return make_alone(settings, device)
+    if name in _BESIDE:
+        return _BESIDE[name](settings, mesh, device)
     model = _shard(decoder.build(settings).to(device), settings, mesh)
     if name in _SHARDED:
         arithmetic = _coefficients(settings), newton_schulz_dtype(settings, device)
@@ -78,6 +85,7 @@ def make(name: str, settings: Settings, mesh: DeviceMesh, device: torch.device) 
     return Contender(name, model, _PUBLIC[name](model, _MUON_LR, _ADAMW_LR))
 
 
+_BESIDE = {ADAMW: make_adamw, DMUON: make_dmuon}
 _SHARDED: dict[str, type[ShardedMuon]] = {GATHER: GatheringMuon, ALLTOALL: ExchangingMuon}
 _PUBLIC: dict[str, Callable[[nn.Module, float, float], torch.optim.Optimizer]] = {
     MUON_FSDP2: public.muon_fsdp2,

@@ -13,8 +13,8 @@ from dmuon.bench import decoder, parity
 from dmuon.bench.bound import product_seconds
 from dmuon.bench.contenders import Contender, make, newton_schulz_dtype, wire_dtype
 from dmuon.bench.footprint import Footprint, footprint_on
-from dmuon.bench.ranks import rank_device
-from dmuon.bench.settings import ADAMW, DMUON, Settings
+from dmuon.bench.ranks import num_cores, rank_device
+from dmuon.bench.settings import DMUON, OTHER_MUONS, Settings
 from dmuon.bench.track import Track, Turn
 from dmuon.newton_schulz import newton_schulz_flops
 
@@ -78,7 +78,7 @@ def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
             track.turn(contender, settings.warmup)
             payload[contender.name] = track.payload(contender)
     muon = next(each for each in contenders if each.name == DMUON)
-    others = [each for each in contenders if each.name not in (ADAMW, DMUON)]
+    others = [each for each in contenders if each.name in OTHER_MUONS]
     differences = parity.differences(muon, others, settings) if others else {}
     counters = dmuon.get_counters(muon.model)
     bytes_before, newton_schulz_before = Counter(counters.bytes), counters.newton_schulz
@@ -98,6 +98,7 @@ def measure(rank: int, settings: Settings, device_type: str) -> RankReport:
             _shapes(dmuon.get_owned_params(muon.model)),
             device,
             newton_schulz_dtype(settings, device),
+            _crowding(),
         ),
         peak_bytes={name: footprint.peak for name, footprint in footprints.items()},
         differences=differences,
@@ -122,6 +123,11 @@ def _rotated(contenders: list[Contender], index: int) -> list[Contender]:
     """The first of a round changes, so that drift hits all alike."""
     first = index % len(contenders)
     return contenders[first:] + contenders[:first]
+
+
+def _crowding() -> float:
+    """Threads of all ranks over the cores of this machine."""
+    return max(1.0, dist.get_world_size() * torch.get_num_threads() / num_cores())
 
 
 def _global_means(losses: list[torch.Tensor]) -> list[float]:

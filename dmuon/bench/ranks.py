@@ -186,3 +186,10 @@ def _die_with_caller() -> None:
     assert caller is not None
     caller.join()
     os._exit(1)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -6,6 +6,7 @@ from typing import Any
 from dmuon.bench.settings import (
     ADAMW,
     ALLTOALL,
+    ALONE,
     DMUON,
     GATHER,
     MUON_FSDP2,
@@ -24,6 +25,7 @@ _NAMES = {
     ALLTOALL: "Muon, all-to-all",
     MUON_FSDP2: "muon-fsdp2",
     TORCH_MUON: "torch.optim.Muon",
+    ALONE: "no communication",
 }
 _MIB = 2**20
 

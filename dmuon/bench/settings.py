@@ -7,7 +7,9 @@ PRECISIONS = ("float32", "bfloat16")
 ADAMW, DMUON, GATHER, ALLTOALL = "adamw", "dmuon", "gather", "alltoall"
 MUON_FSDP2, TORCH_MUON = "muon_fsdp2", "torch_muon"
 PUBLIC = (MUON_FSDP2, TORCH_MUON)  # by others
-CONTENDERS = (ADAMW, DMUON, GATHER, ALLTOALL, *PUBLIC)
+OTHER_MUONS = (GATHER, ALLTOALL, *PUBLIC)
+ALONE = "alone"
+CONTENDERS = (ADAMW, DMUON, *OTHER_MUONS, ALONE)
 
 NUM_BYTES = 256  # what a token of the data can be
 

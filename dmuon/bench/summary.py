@@ -7,7 +7,7 @@ from typing import Any
 
 from dmuon.bench.clock import Laps
 from dmuon.bench.measure import RankReport
-from dmuon.bench.settings import ADAMW, DMUON, Settings
+from dmuon.bench.settings import ADAMW, ALONE, DMUON, OTHER_MUONS, Settings
 
 PHASES = Laps._fields
 _SAME_START_NATS = 1e-2  # the first losses differ by rounding alone, also in bfloat16
@@ -82,7 +82,7 @@ def ratio(blocks: Blocks, name: str, unit: str) -> dict[str, Any]:
 
 def best_other(steps: Blocks, optimizers: Blocks) -> dict[str, Any] | None:
     """DMuon over the other Muon with the shortest step; None when there is no other."""
-    others = [name for name in steps if name not in (ADAMW, DMUON)]
+    others = [name for name in steps if name in OTHER_MUONS]
     if not others:
         return None
     best = min(others, key=lambda name: ratio(steps, name, ADAMW)["median"])
@@ -138,6 +138,7 @@ def loss_difference(runs: Sequence[dict[str, Any]]) -> float:
         abs(one - other)
         for run in runs
         for name, losses in run["losses"].items()
+        if name != ALONE  # of which each rank trains its own
         for one, other in zip(losses, runs[0]["losses"][name], strict=True)
     ]
     return max(differences, key=lambda each: (math.isnan(each), each))

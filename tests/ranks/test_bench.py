@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def run_command(file: Path, *more: str) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("others", "more", "layer_passes", "item_bytes"),
     [
-        (("gather", "alltoall"), (), 2 * LAYERS - 1, 4),
+        (("gather", "alltoall", "alone"), (), 2 * LAYERS - 1, 4),
         ((), ("--no-reshard", "--no-gated", "--vocabulary", "300"), LAYERS, 4),
         (("alltoall",), ("--precision", "bfloat16", "--ns-dtype", "bfloat16"), 2 * LAYERS - 1, 2),
     ],
@@ -93,7 +94,7 @@ def test_all_train_alike_and_the_counted_bytes_are_the_floor(
     assert together["broadcast_floor_bytes"] == together["wire_bytes"]["broadcast"]
     for run in result["runs"]:
         check_run(run, contenders, matrices)
-    if len(others) == 2:
+    if "gather" in others:
         check_traffic(together, dedicated)
     rounding = 1e-4 if item_bytes == 4 else 5e-2
     assert result["loss_difference_between_ranks"] < rounding
@@ -106,7 +107,7 @@ def check_run(run: dict[str, Any], contenders: tuple[str, ...], matrices: int) -
     assert run["newton_schulz_per_step"] == matrices
     assert run["optimizer_per_products"] > 0
     assert run["parity"] == dict.fromkeys(("same_start", "finite", "falling", "same_weights"), True)
-    assert set(run["differences"]) == set(contenders[2:])
+    assert set(run["differences"]) == set(contenders[2:]) - {"alone"}
     assert 0 < run["peak_bytes"]["dmuon"] < 1.2 * run["peak_bytes"]["adamw"]
     assert run["best_other"] is None or run["best_other"]["name"] in contenders[2:]
     for name in contenders:
@@ -126,6 +127,7 @@ def check_run(run: dict[str, Any], contenders: tuple[str, ...], matrices: int) -
 def check_traffic(run: dict[str, Any], dedicated: int) -> None:
     """What torch is asked for, what DMuon counts and what the kernel sends, against each other."""
     payload, sent = run["payload_bytes"], run["sent_bytes"]
+    assert not sum(payload["alone"].values())
     assert payload["dmuon"]["broadcast"] == run["wire_bytes"]["broadcast"]
     # DMuon counts what goes in; more comes out where somebody owns more
     assert 1 <= payload["dmuon"]["all_to_all"] / run["wire_bytes"]["all_to_all"] < 1.3
@@ -222,6 +224,14 @@ def test_a_machine_of_one_operation_a_second_takes_as_many_seconds_as_operations
     shapes = [(24, 24), (24, 24), (24, 50), (128, 640), (640, 128)]  # batches, both forms
     operations = sum(newton_schulz_flops(*shape) for shape in shapes)
     assert bound.product_seconds(shapes, torch.device("cpu"), torch.float32) == operations
+
+
+def test_where_ranks_take_turns_products_are_timed_by_what_they_use() -> None:
+    def idle() -> None:
+        time.sleep(0.02)
+
+    assert bound._host_seconds(idle, crowding=1.0) >= 0.02
+    assert bound._host_seconds(idle, crowding=2.0) < 0.01
 
 
 def test_the_optimizer_is_compared_with_the_products_of_the_rank_that_has_most() -> None:
