@@ -21,6 +21,7 @@ from dmuon.counters import Counters
 from dmuon.errors import OwnershipError
 from dmuon.ledger import GradientLedger
 from dmuon.parameter import DedicatedParam
+from dmuon.scaling_watch import ScalingWatch
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Engine:
         sync_gradients: whether the next backward sends its gradients to the owners.
         has_unsent: a backward under ``no_sync`` has left gradients that no other has sent yet.
         num_zeroed: how often gradients were dropped.
+        scaling_watch: told when gradients are as they should be.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         self.sync_gradients = True
         self.has_unsent = False
         self.num_zeroed = 0
+        self.scaling_watch = ScalingWatch()
         self._conduct = conduct
         self._has_gradients = False
         self._next_to_reduce = len(blocks) - 1
@@ -323,6 +326,8 @@ class Engine:
         while self.sync_gradients and self._next_to_reduce >= 0:
             self._reduce_next()
         self._reset_backward()
+        # fully_shard's own end of backward was queued before, and runs before this
+        torch_internals.call_after_backward(self.scaling_watch.note)
 
     def _note_recomputed(self, block: Block) -> None:
         """A gradient from inside a reentrant checkpoint; more may come, so it is sent last."""

@@ -74,6 +74,7 @@ def clip_grad_norm_(
     engine.settle_gradients()
     engine.order.note_settings(max_norm if isinstance(max_norm, int | float) else None)
     engine.order.begin(Call.CLIP_GRAD_NORM)
+    engine.scaling_watch.check()
     owned = list(engine.ledger.named_grads().values())
     symmetric = list(_symmetric_grads(dedication).values())
     total = _squares(owned, dedication.device)
@@ -90,6 +91,7 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (norm + eps), max=1.0)
     for grad in [*owned, *symmetric]:
         grad.mul_(factor.to(grad.dtype))
+    engine.scaling_watch.note()
     return norm
 
 

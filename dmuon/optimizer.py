@@ -22,6 +22,7 @@ from dmuon.names import original_name
 from dmuon.newton_schulz import POLAR_EXPRESS_COEFFICIENTS, Coefficients
 from dmuon.parameter import DedicatedParam
 from dmuon.parcel import MASTER_DTYPE, Parcel
+from dmuon.scaling_watch import ScalingWatch
 from dmuon.update_statistics import UpdateWatch
 
 
@@ -113,6 +114,8 @@ class Muon(torch.optim.Optimizer):
         self.dedication.reshard_symmetric()  # the model may have been evaluated before
         named = _named_parameters(model, self.dedication)
         groups = make_groups(named, settings, param_groups)
+        if self.dedication.owner_map.rank == 0:  # the others would say the same
+            engine.scaling_watch = ScalingWatch(named.symmetric.values(), self.dedication.params)
         self._is_open = True
         super().__init__(groups, {})
         self._is_open = False
@@ -128,7 +131,8 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Owners update their matrices; on a 1D mesh that part needs no collective, on a replicated
-        one the new weights are published along ``replicate``.
+        one the new weights are published along ``replicate``. The first rank warns, once, when
+        ``torch.nn.utils.clip_grad_norm_`` scaled gradients, which leaves out hidden matrices.
         """
         loss = None
         if closure is not None:
@@ -141,6 +145,7 @@ class Muon(torch.optim.Optimizer):
         engine.settle_gradients()
         engine.order.note(Call.STEP)
         engine.order.note_settings([numbers_of(group) for group in self.param_groups])
+        engine.scaling_watch.check()
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
         for group in self.param_groups:
