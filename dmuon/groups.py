@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmuon.argument_names import explain
 from dmuon.errors import SetupError
 from dmuon.muon_update import ADJUST_LR_FNS
 from dmuon.names import original_name
@@ -21,6 +22,7 @@ MUON_KEYS = (
     *("ns_dtype", "adjust_lr_fn", "eps"),
 )
 ADAMW_KEYS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
+_KEYS = ("params", *MUON_KEYS, *ADAMW_KEYS)
 _ADAMW_NUMBERS = ("betas", "eps")
 _AT_LEAST_0 = ("lr", "adamw_lr", "weight_decay", "adamw_weight_decay", "adamw_eps")
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -71,12 +73,10 @@ def make_groups(
         where = f"param_groups[{index}]"
         if not isinstance(override, Mapping):
             raise SetupError(f"{where} must be a dictionary, got {type(override).__name__}")
-        unknown = sorted(set(override) - {"params", *MUON_KEYS, *ADAMW_KEYS})
-        if unknown or "params" not in override:
-            raise SetupError(
-                f"{where} needs 'params' and may set {', '.join(MUON_KEYS + ADAMW_KEYS)}; "
-                f"unknown: {unknown}"
-            )
+        if unknown := [key for key in override if key not in _KEYS]:
+            raise SetupError(explain(where, unknown, _KEYS))
+        if "params" not in override:
+            raise SetupError(f"{where} has no 'params', a list of parameters or of their names")
         names = _names_of(override["params"], named, left, where)
         _check_reach(names, named, override, where)
         settings = {**defaults, **{key: override[key] for key in override if key != "params"}}

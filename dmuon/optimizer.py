@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from dmuon import dedication as dedications
 from dmuon.adamw import adamw_
+from dmuon.argument_names import refuse_other_names
 from dmuon.call_order import Call
 from dmuon.cuda_graphs import make_workspace
 from dmuon.dedication import Dedication
@@ -62,9 +63,11 @@ class Muon(torch.optim.Optimizer):
         replicate_async: on a replicated mesh, let new weights travel under the next forward.
 
     Raises:
-        SetupError: for a model that was not prepared, or a setting out of range.
+        SetupError: for a model that was not prepared, a setting out of range, or one by the name
+            that it has elsewhere.
     """
 
+    @refuse_other_names
     def __init__(  # noqa: PLR0913 - the public signature
         self,
         model: nn.Module,

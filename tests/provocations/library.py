@@ -183,10 +183,24 @@ ROWS = [
         "param_groups must be a list of dictionaries",
     ),
     Provocation(
+        _muon(betas=(0.9, 0.95), fused=True),
+        SetupError,
+        "Muon(...) was given what it does not take",
+        "betas is adamw_betas here; fused has no counterpart here, leave it out",
+        "It takes model, lr,",
+    ),
+    Provocation(
         _muon(param_groups=[{"params": [], "lrr": 1}]),
         SetupError,
-        "unknown: ['lrr']",
-        "param_groups[0] needs 'params' and may set lr,",
+        "param_groups[0] was given what it does not take",
+        "lrr is unknown, the nearest is lr",
+        "It takes params, lr,",
+    ),
+    Provocation(
+        _muon(param_groups=[{"adamw_lr": 1}]),
+        SetupError,
+        "param_groups[0] has no 'params'",
+        "a list of parameters or of their names",
     ),
     Provocation(
         _muon(param_groups=[{"params": ["norm.weight"], "weight_decay": 0.0}]),

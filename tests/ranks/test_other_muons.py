@@ -4,13 +4,15 @@ Each formula is written here as its source has it: the order of operations, an a
 averages, its own scale and where its epsilon goes; in float32, so that steps can be compared.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from printed import block
+from printed import ROOT, block
 from ranks_runner import run_ranks
 from tiny import build, is_proj, loss_of, tokens
 from torch import nn
@@ -158,3 +160,27 @@ def test_updates_of_other_coefficients_are_as_much_smaller_as_is_printed(
     polar_express = size(dmuon.POLAR_EXPRESS_COEFFICIENTS)
     assert 0.86 <= size(dmuon.CLASSIC_COEFFICIENTS) / polar_express <= 0.9
     assert 0.97 <= size(QUINTIC) / polar_express <= 1.03
+
+
+def names_in_the_table() -> Iterator[tuple[str, str]]:
+    """Each argument of another Muon, and the one here of which the row says that it is the same."""
+    rows = re.findall(r"^\| `(\w+)[^|]*\|(.*)$", (ROOT / MOVING).read_text("utf-8"), re.M)
+    for ours, others in rows:
+        yield from ((name, ours) for name in re.findall(r"`(\w+)=", others) if name != ours)
+
+
+def test_arguments_by_their_names_elsewhere_are_refused_with_those_here() -> None:
+    found = list(names_in_the_table())
+    assert {("mu", "momentum"), ("scale_mode", "adjust_lr_fn"), ("epsilon", "eps")} <= set(found)
+    for name, ours in found:
+        with pytest.raises(dmuon.SetupError, match=f"{name} is {ours} here"):
+            dmuon.Muon(nn.Linear(2, 2), **{name: None})
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.Muon])
+def test_no_argument_of_torchs_optimizers_is_unknown(other: type[torch.optim.Optimizer]) -> None:
+    names = inspect.signature(other).parameters
+    assert len(names) > 5
+    with pytest.raises(dmuon.SetupError, match="params is the model itself here") as caught:
+        dmuon.Muon(**dict.fromkeys(names))
+    assert "unknown" not in str(caught.value)

@@ -157,7 +157,7 @@ def test_muon_on_parameters_instead_of_the_model() -> None:
         ({"adjust_lr_fn": "adam"}, "adjust_lr_fn must be one of"),
         ({"adamw_betas": (0.9, 1.5)}, "adamw_betas"),
         ({"ns_dtype": torch.int8}, "ns_dtype"),
-        ({"param_groups": [{"params": [], "lrr": 1}]}, r"unknown: \['lrr'\]"),
+        ({"param_groups": [{"params": [], "lrr": 1}]}, "lrr is unknown, the nearest is lr"),
         ({"param_groups": [{"params": ["nobody"]}]}, r"not one of this model.*\(nobody\)"),
         ({"param_groups": [{"params": ["norm.weight"] * 2}]}, "in two parameter groups"),
     ],
