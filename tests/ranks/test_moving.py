@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,18 +83,33 @@ def alone() -> dict[int, float]:
     return _losses_alone(0)
 
 
+_PRINT_DECAYS = """
+for group in optimizer.param_groups:  # at full rate
+    print("decay", group["lr"] * group["weight_decay"])
+"""
+
+
+def _decays_of(output: str) -> list[float]:
+    """What a step takes off the weights of each group."""
+    return [float(decay) for decay in re.findall(r"^decay (\S+)$", output, re.M)]
+
+
 def test_a_script_with_adamw_moves_over_with_a_diff_of_nine_lines(tmp_path: Path) -> None:
     _write(tmp_path, "fsdp.py", "fsdp.diff")
-    (command,) = _commands("fsdp.py")
-    before = losses_of(run_forked(command, tmp_path))
+    path, (command,) = tmp_path / "fsdp.py", _commands("fsdp.py")
+    path.write_text(path.read_text() + _PRINT_DECAYS)
+    plain = run_forked(command, tmp_path)
     subprocess.run(["patch", "fsdp.py", "fsdp.diff"], cwd=tmp_path, check=True, timeout=60)
     changed = re.findall(r"^[+-](?![+-]).*\S", (tmp_path / "fsdp.diff").read_text(), re.M)
-    after = losses_of(run(command, tmp_path))
+    moved = run(command, tmp_path)
+    before, after = losses_of(plain), losses_of(moved)
     assert len(changed) == 9
     assert before[1] == after[1]
     _assert_same(after, _losses_alone(1, weight_decay=0.0015))
     assert after[STEPS] < before[STEPS] < before[1]
     assert torch.load(tmp_path / "model.pt")["lm_head.weight"].shape == (256, 64)
+    (decay,) = _decays_of(plain)
+    assert _decays_of(moved) == pytest.approx([decay] * 4)  # of two groups, by two ranks
 
 
 def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
@@ -104,9 +120,7 @@ def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
     path.write_text(script.replace("\nfull = ", f"\n{save_with_torch}\nfull = "))
     run_forked(command, tmp_path)
     run(*_commands("old.pt"), tmp_path)
-    model, rows = _model_and_rows()
-    model.load_state_dict(torch.load(tmp_path / "model.pt"))
-    expected = model(input_ids=rows[0], labels=rows[0]).loss.item()
+    loss, expected = _one_step_of_adamw(torch.load(tmp_path / "old.pt"))
 
     path.write_text(script)
     subprocess.run(["patch", "fsdp.py", "fsdp.diff"], cwd=tmp_path, check=True, timeout=60)
@@ -115,12 +129,42 @@ def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
     script = path.read_text()
     for end in (20, 40):
         changed = script.replace(loop, f"\n{resume}\nfor step in range(start, {end}):\n")
-        path.write_text(changed.replace(zero, zero + textwrap.indent(save, "    ")))
+        more = textwrap.indent(save, "    ") + _KEEP_FIRST_STEP
+        path.write_text(changed.replace(zero, zero + more))
         losses = losses_of(run_forked(command, tmp_path))
         assert sorted(losses) == list(range(end - 19, end + 1))
-        assert end == 40 or losses[1] == pytest.approx(expected, abs=1e-3)
+        assert end == 40 or losses[1] == pytest.approx(loss, abs=1e-3)
     last = dmuon.read_manifest(tmp_path / "checkpoints" / "step-000040")
     assert last.extra["scheduler"]["last_epoch"] == 40
+
+    start, first = torch.load(tmp_path / "old.pt")["model"], torch.load(tmp_path / "first0.pt")
+    for name, update in expected.items():
+        assert (first[name] - start[name] - update).norm() <= 1e-3 * update.norm(), name
+
+
+_KEEP_FIRST_STEP = """
+    if step == 0:
+        torch.save(dmuon.get_model_state_dict(model), f"first{rank}.pt")
+"""
+
+
+def _one_step_of_adamw(old: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of the first batch after that checkpoint, and AdamW's next updates by name."""
+    model, rows = _model_and_rows()
+    model.load_state_dict(old["model"])
+    names = [
+        name for name, param in model.named_parameters() if not dmuon.is_hidden_matrix(name, param)
+    ]
+    params = [model.get_parameter(name) for name in names]
+    adamw = torch.optim.AdamW(params, lr=3e-3 / 10, weight_decay=0.01)  # at the first step
+    for name, param in zip(names, params, strict=True):
+        adamw.state[param] = old["optimizer"]["state"][name]
+    loss = model(input_ids=rows[0], labels=rows[0]).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    adamw.step()
+    updates = {n: p.detach() - old["model"][n] for n, p in zip(names, params, strict=True)}
+    return loss.item(), updates
 
 
 def test_accelerate_trains_as_one_process(tmp_path: Path, alone: dict[int, float]) -> None:
