@@ -141,3 +141,19 @@ def test_set_is_checked_like_the_file(tmp_path: Path, assignment: str, words: st
     with pytest.raises(SpecError) as caught:
         load_job(file, [assignment])
     assert words in str(caught.value)
+
+
+def test_what_was_not_written_in_the_file_is_told_by_its_option(tmp_path: Path) -> None:
+    text = job_of(SMALL).to_toml().replace("momentum = 0.95", "momentum = 2.0")
+    path = written(tmp_path, "job.toml", text)
+    changes = ["optimizer.lr=fast", "resources.workers={min=4,max=2}", "resources.address=head"]
+    with pytest.raises(SpecError) as caught:
+        load_job(path, changes, {"resources.address": "--address"})
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{path} has 4 problems:"
+    assert [line.partition(":")[0].strip() for line in lines] == [
+        "--set optimizer.lr",
+        "optimizer.momentum",
+        "--set resources.workers",
+        "--address sets resources.address",
+    ]

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from dmuon_platform.errors import SpecError
 from dmuon_platform.spec import JobSpec, job_of
+from dmuon_platform.spec.fields import all_keys
+from dmuon_platform.spec.synonyms import SYNONYMS
 from small_job import SMALL, small
 
 
@@ -27,10 +29,24 @@ def test_a_job_without_mistakes_is_accepted() -> None:
         ({"data__seed": 1}, "did you mean train.seed?"),
         ({"banana": 1}, "a job file has name, storage, model, data"),
         ({"resources__workers": {"min": 1, "mx": 2}}, "did you mean resources.workers.max?"),
+        ({"optimizer__learning_rate": 1e-3}, "did you mean optimizer.lr?"),
+        ({"optimizer__betas": [0.9, 0.95]}, "did you mean optimizer.adamw_betas?"),
+        ({"train__batch_size": 8}, "did you mean train.global_batch_size?"),
+        ({"epochs": 3}, "did you mean train.steps?"),
+        ({"trainer": {"x": 1}, "max-steps": 5}, "max-steps: there is no such key"),
+        ({"max-steps": 5}, "did you mean train.steps?"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest(changes: dict[str, Any], words: str) -> None:
     assert words in complaint(**changes)
+
+
+def test_what_others_call_a_key_is_none_of_ours_and_stands_for_one() -> None:
+    keys = set(all_keys())
+    leaves = {key.rpartition(".")[2] for key in keys}
+    assert len(SYNONYMS) > 100
+    assert set(SYNONYMS.values()) <= keys
+    assert not SYNONYMS.keys() & (leaves | keys)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dmuon_platform.spec.job import JobSpec
+from dmuon_platform.spec.synonyms import SYNONYMS
 from dmuon_platform.spec.toml import toml_value
 
 
@@ -68,6 +69,9 @@ def nearest_key(path: Sequence[str]) -> str | None:
     """Return the known key that the unknown one at ``path`` most likely means."""
     *table, key = path
     siblings = keys_under(table)
+    synonym = SYNONYMS.get(key.lower().replace("-", "_"))
+    if synonym is not None:
+        return synonym
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     if close:
         return ".".join([*table, close[0]])

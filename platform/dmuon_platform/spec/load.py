@@ -1,7 +1,8 @@
 """From a job file to a checked job, or to everything that is wrong with it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,27 +12,44 @@ from dmuon_platform.spec.complaint import path_of, problem_of
 from dmuon_platform.spec.document import Document, read_document
 from dmuon_platform.spec.fields import accepts, field_at
 from dmuon_platform.spec.job import RULES_BROKEN, JobSpec
-from dmuon_platform.spec.overrides import override
+from dmuon_platform.spec.overrides import key_of, override
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.toml import NONE
 
 
-def load_job(path: Path | str, overrides: Sequence[str] = ()) -> JobSpec:
+def load_job(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> JobSpec:
     """Read and check a job file.
 
     Args:
         path: A TOML, YAML or JSON file.
         overrides: Changes to it, each ``section.key=value``.
+        options: By key, the option that has changed it where that was not ``--set``.
 
     Raises:
-        SpecError: All that is wrong with it, one ``section.key: rule; way out`` a line.
+        SpecError: All that is wrong with it, one ``section.key: rule; way out`` a line, and before
+            it the option for what was not written in the file.
     """
     document = override(read_document(Path(path)), overrides)
-    return job_of(document, source=str(path))
+    changed = dict.fromkeys(map(key_of, overrides), "--set ")
+    changed |= {key: f"{option} sets " for key, option in options.items()}
+    return job_of(document, str(path), changed)
 
 
-def job_of(document: Document, source: str = "the job") -> JobSpec:
+def job_of(
+    document: Document,
+    source: str = "the job",
+    changed: Mapping[str, str] = MappingProxyType({}),
+) -> JobSpec:
     """Check plain data and return the job it describes.
+
+    Args:
+        document: The data.
+        source: Where it was written.
+        changed: By key, what a problem with it begins with where it was written elsewhere.
 
     Raises:
         SpecError: As `load_job`.
@@ -42,8 +60,18 @@ def job_of(document: Document, source: str = "the job") -> JobSpec:
     except ValidationError as error:
         problems = _problems(document, error)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = "\n".join(f"  {problem}" for problem in problems)
+    lines = "\n".join(f"  {_told(problem, changed)}" for problem in problems)
     raise SpecError(f"{source} has {count}:\n{lines}")
+
+
+def _told(problem: Problem, changed: Mapping[str, str]) -> str:
+    """Return a problem as one line, with where its key or a table around it was written."""
+    beginnings = [
+        beginning
+        for key, beginning in changed.items()
+        if problem.key == key or problem.key.startswith(f"{key}.")
+    ]
+    return f"{beginnings[-1] if beginnings else ''}{problem}"
 
 
 def _problems(document: Document, error: ValidationError) -> list[Problem]:

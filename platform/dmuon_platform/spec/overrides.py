@@ -17,8 +17,8 @@ def override(document: Document, assignments: Iterable[str]) -> Document:
     """
     result = _copy(document)
     for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        path = key.strip().split(".")
+        _, equals, text = assignment.partition("=")
+        path = key_of(assignment).split(".")
         if not equals or not all(path):
             raise SpecError(
                 f"--set {assignment}: must be section.key=value; write for example "
@@ -26,6 +26,11 @@ def override(document: Document, assignments: Iterable[str]) -> Document:
             )
         _assign(result, path, _value(path, text.strip()), assignment)
     return result
+
+
+def key_of(assignment: str) -> str:
+    """Return the ``section.key`` that an assignment changes."""
+    return assignment.partition("=")[0].strip()
 
 
 def _assign(document: Document, path: list[str], value: Any, assignment: str) -> None:
