@@ -27,7 +27,7 @@ class ListedCheckpoint:
         path: of its folder.
         step: optimizer steps done.
         created: seconds since the epoch.
-        num_bytes: of its files, without the manifest.
+        num_bytes: of all its files.
         has_optimizer: whether training can go on from it, or it holds weights alone.
         num_weights: tensors of the model in it.
     """
@@ -148,7 +148,8 @@ def _listed(path: Path) -> ListedCheckpoint:
         path=path,
         step=manifest.step,
         created=manifest.created,
-        num_bytes=sum(facts.size for facts in manifest.files.values()),
+        num_bytes=sum(facts.size for facts in manifest.files.values())
+        + file_in(path, MANIFEST_FILE).stat().st_size,
         has_optimizer=manifest.optimizer is not None,
         num_weights=sum(
             len(tensors)

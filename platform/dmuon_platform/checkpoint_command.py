@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dmuon
+from dmuon_platform.aside import all_aside, why_aside
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
 from dmuon_platform.errors import CopyError, DamagedSourceError, NoCheckpointError
@@ -90,29 +91,20 @@ def _words(error: Exception, arguments: argparse.Namespace) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> _Answer:
-    found = dmuon.list_checkpoints(_listed(arguments.folder), newest=arguments.newest)
-    if not (found.whole or found.passed_over) and (runs := list(runs_in(Path(arguments.folder)))):
+    folder = _listed(arguments.folder)
+    aside = all_aside(folder)
+    # however many of those of the highest steps are no checkpoints
+    most = None if arguments.newest is None else arguments.newest + len(aside)
+    found = dmuon.list_checkpoints(folder, newest=most)
+    whole = [each for each in found.whole if each.path.name not in aside]
+    whole = whole[-arguments.newest :] if arguments.newest else whole
+    passed = [(each.path, each.reason, each.is_damaged) for each in found.passed_over]
+    passed += [(e.path, aside[e.path.name], False) for e in found.whole if e.path.name in aside]
+    if not (whole or passed) and (runs := list(runs_in(Path(arguments.folder)))):
         raise NoCheckpointError(
             f"{arguments.folder} is the folder of all runs; name that of one: "
             f"{', '.join(shlex.quote(str(run)) for run in runs[:3])}"
         )
-    rows = [
-        (
-            each.path.name,
-            str(each.step),
-            _when(each.created),
-            _mib(each.num_bytes),
-            "yes" if each.has_optimizer else "no",
-        )
-        for each in found.whole
-    ]
-    lines = _table(("NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"), rows)
-    if found.passed_over:
-        passed = [
-            (each.path.name, "damaged" if each.is_damaged else "not usable", each.reason)
-            for each in found.passed_over
-        ]
-        lines += ["", *_table(("PASSED OVER", "", "WHY"), passed)]
     facts = {
         "checkpoints": [
             {
@@ -123,15 +115,39 @@ def _list(arguments: argparse.Namespace) -> _Answer:
                 "has_optimizer": each.has_optimizer,
                 "num_weights": each.num_weights,
             }
-            for each in found.whole
+            for each in whole
         ],
         "passed_over": [
-            {"path": each.path, "reason": each.reason, "is_damaged": each.is_damaged}
-            for each in found.passed_over
+            {"path": path, "reason": reason, "is_damaged": is_damaged}
+            for path, reason, is_damaged in sorted(passed)
         ],
     }
-    is_damaged = any(each.is_damaged for each in found.passed_over)
-    return _Answer(facts, lines, DIFFERENT if is_damaged else GOOD)
+    is_damaged = any(is_damaged for _, _, is_damaged in passed)
+    return _Answer(facts, _list_lines(facts), DIFFERENT if is_damaged else GOOD)
+
+
+def _list_lines(facts: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            each["path"].name,
+            str(each["step"]),
+            each["created"],
+            _mib(each["num_bytes"]),
+            "yes" if each["has_optimizer"] else "no",
+        )
+        for each in facts["checkpoints"]
+    ]
+    lines = _table(("NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"), rows)
+    if facts["passed_over"]:
+        passed = [(each["path"].name, _kind(each), each["reason"]) for each in facts["passed_over"]]
+        lines += ["", *_table(("PASSED OVER", "", "WHY"), passed)]
+    return lines
+
+
+def _kind(passed: Mapping[str, Any]) -> str:
+    if why_aside(passed["path"].name) is not None:
+        return "unfinished"
+    return "damaged" if passed["is_damaged"] else "not usable"
 
 
 def _listed(folder: str) -> Path:
@@ -216,7 +232,9 @@ def _verify(arguments: argparse.Namespace) -> _Answer:
         reason: str | None = None
         try:
             about = dmuon.verify_checkpoint(path)
-            rows.append((path, "good", f"step {about.step}, {_mib(about.num_bytes)} MiB"))
+            size = f"step {about.step}, {_mib(about.num_bytes)} MiB"
+            reason = why_aside(about.path.name)
+            rows.append((path, "good", size) if reason is None else (path, "unfinished", reason))
         except dmuon.DamagedCheckpointError as error:
             reason = error.reason
             rows.append((path, "damaged", reason))

@@ -57,8 +57,11 @@ def test_list_shows_steps_times_and_sizes(written: Path, command: Command) -> No
     assert head.split() == ["NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"]
     name, step, created, mib, optimizer = second.split()
     assert (first.split()[0], name, step, optimizer) == ("step-1", "step-2", "2", "yes")
-    files = [each for each in (written / "step-2").iterdir() if each.name != "manifest.json"]
-    assert mib == f"{sum(each.stat().st_size for each in files) / 2**20:.2f}"
+    size = sum(each.stat().st_size for each in (written / "step-2").iterdir())
+    assert mib == f"{size / 2**20:.2f}"
+    for action in ("show", "verify"):
+        assert command(action, written / "step-2") == 0
+        assert f"{mib} MiB" in command.out
     assert datetime.fromisoformat(created).tzinfo is not None
 
 
@@ -90,6 +93,25 @@ def test_list_names_what_is_not_whole_and_only_damage_is_a_failure(
     assert [Path(each["path"]).name for each in facts["checkpoints"]] == ["step-2"]
     passed = {Path(each["path"]).name: each["is_damaged"] for each in facts["passed_over"]}
     assert passed == {"step-1": True, "step-3": False}
+
+
+def test_what_a_run_never_committed_is_no_checkpoint_however_whole_it_is(
+    run: Path, command: Command
+) -> None:
+    unfinished = run / "step-00000003.writing-a2"
+    shutil.copytree(run / "step-2", unfinished)
+    shutil.copytree(run / "step-2", run / "step-00000004.replaced-1")
+    assert command("list", run, "--newest", "1") == 0
+    _, newest, *_, written, replaced = command.out.splitlines()
+    assert newest.split()[0] == "step-2"
+    assert written.split()[:2] == [unfinished.name, "unfinished"]
+    assert "an attempt still writes it, or was stopped" in written
+    assert "the run has saved this step again since" in replaced
+    assert command("verify", run / "step-2", unfinished) == 1
+    *_, last = command.out.splitlines()
+    assert "unfinished  it was never committed" in last
+    _, facts = command.json("verify", run / "step-2", unfinished)
+    assert [each["is_good"] for each in facts["checkpoints"]] == [True, False]
 
 
 def test_show_tells_what_a_checkpoint_holds(written: Path, command: Command) -> None:
