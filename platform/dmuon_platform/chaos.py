@@ -11,9 +11,9 @@ from dmuon_platform.chaos_schedule import KILL_DRIVER, ChaosSchedule
 from dmuon_platform.data import Dataset, open_dataset, prepare_dataset
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.events import Journal
-from dmuon_platform.launch import DATA_FOLDER
 from dmuon_platform.launches import LOG_FILE, Launches
 from dmuon_platform.run_comparison import Check, compare
+from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec, job_of, load_job
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.text_table import text_table

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_platform import option_values as read
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.sweep.arguments import add_arguments as _add_sweep
+from dmuon_platform.warning_text import sentences
 
 if TYPE_CHECKING:
     from dmuon_platform.spec import JobSpec
@@ -98,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     arguments = parser.parse_args(given)
     try:
-        code: int = arguments.command(arguments)
+        with sentences():
+            code: int = arguments.command(arguments)
     except PlatformError as error:
         if arguments.traceback:
             traceback.print_exc()
@@ -206,12 +208,12 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
 def _job(arguments: argparse.Namespace) -> "JobSpec":
     from dmuon_platform.spec import load_job
 
-    overrides = list(arguments.set)
-    if getattr(arguments, "address", None) is not None:
-        overrides.append(f"resources.address={arguments.address}")
-    if getattr(arguments, "workers", None) is not None:
-        overrides.append(f"resources.workers={arguments.workers}")
-    return load_job(arguments.job, overrides)
+    overrides, options = list(arguments.set), {}
+    for name in ("address", "workers"):
+        if (value := getattr(arguments, name, None)) is not None:
+            overrides.append(f"resources.{name}={value}")
+            options[f"resources.{name}"] = f"--{name}"
+    return load_job(arguments.job, overrides, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -220,7 +222,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train language models with Muon on many machines: a job file in, a trained, "
         "tracked and registered model out.",
         epilog="Exit codes: 0 done, 75 stopped on request or the cluster is gone (run again to go "
-        "on), 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
+        "on), 3 the run goes on already, 69 no cluster at the address, 78 the job is wrong, 86 "
+        "diverged, 70 a bug, 1 gave up.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show it, and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -319,7 +322,7 @@ def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "status":
         parser.epilog = (
             "Exit codes: 0 finished, 3 running, 75 stopped or interrupted (launch it again), 66 "
-            "no such run, 69 no job server answers; a failed run's own: 1, 70, 78, 86."
+            "no such run, 69 no job server answers; a failed run's own: 1, 69, 70, 78, 86."
         )
     for option, (names, settings) in RUN_OPTIONS.items():
         if name in names.split():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_platform.elastic import NodeRoom
-from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.errors import NoCluster, PlatformError, SpecError
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spec.resources import AUTO, HEAD
 
@@ -57,7 +57,7 @@ def check_address(spec: JobSpec) -> None:
 
     Raises:
         SpecError: Ray is told to join a cluster by Ray Client.
-        PlatformError: Nothing answers there.
+        NoCluster: Nothing answers there.
     """
     name, address = "resources.address", address_of(spec)
     if address == AUTO:
@@ -73,7 +73,7 @@ def check_address(spec: JobSpec) -> None:
     try:
         reach_head(address)
     except OSError as error:
-        raise PlatformError(
+        raise NoCluster(
             f"No Ray cluster answers at {name} = {address!r} ({error.strerror or error}). Start "
             "one with `ray start --head --port=6379`, correct the address, or leave it out: then "
             "the job starts a local Ray of its own."
@@ -126,9 +126,14 @@ def _joined(address: str) -> Iterator[None]:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, runtime_env=_source_environment())
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env=_source_environment(),
+        )
     except (ConnectionError, RuntimeError) as error:
-        raise PlatformError(
+        raise NoCluster(
             f"Cannot join the Ray cluster at {address!r}: {error}\nIf it uses token "
             "authentication, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head; 'auto' needs a "
             "cluster running on this machine."

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CATALOGUE_FILE, Catalogue
 from dmuon_platform.checkpoint_delivery import CheckpointCurve, CheckpointDelivery
-from dmuon_platform.events import EVENTS_FILE, Journal
+from dmuon_platform.events import EVENTS_FILE, TRACKING_FAILED, TRACKING_WORKS, Journal
 from dmuon_platform.export import read_export
 from dmuon_platform.lineage import lineage_of
 from dmuon_platform.metric_delivery import MetricDelivery, Records
@@ -64,6 +64,9 @@ class Drain:
         self._events_size = -1
         self._is_described = False
         self._drawn: str | None = None
+        # what another launch has been told of, its end is told of by this one
+        self._is_behind = self._delivered.problem is not None
+        self._has_complained = False
 
     def sample(self) -> None:
         """Note how busy the machine is, if it is time."""
@@ -84,6 +87,7 @@ class Drain:
         """
         uri = self._description.uri
         if self._delivered.problem is not None and not is_reachable(uri):
+            self._complain(self._delivered.problem)
             return False
         problem = None
         for what, tell in self._topics():
@@ -92,13 +96,26 @@ class Drain:
             except Exception as error:  # a tracker may fail in any way, and never the training
                 _log.exception("could not tell %s", what)
                 problem = f"{what}: {type(error).__name__}: {error}"
-                if self._run is None or not is_reachable(uri):
+                if not is_reachable(uri):
+                    problem = f"{uri} does not answer"
                     break
+                if self._run is None:
+                    break
+        self._complain(problem)
         self._delivered.problem = problem
         self._delivered.is_complete = problem is None
         with suppress(OSError):  # a full disk: what is told twice is not doubled
             self._files.save(self._delivered)
         return problem is None
+
+    def _complain(self, problem: str | None) -> None:
+        """Note in the journal, once each, that not all could be told and that all is told again."""
+        if problem is not None and not self._has_complained:
+            self._has_complained = self._is_behind = True
+            Journal(self._run_dir).note(TRACKING_FAILED, problem=problem)
+        elif problem is None and self._is_behind:
+            self._has_complained = self._is_behind = False
+            Journal(self._run_dir).note(TRACKING_WORKS, uri=self._description.uri)
 
     def _topics(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "the run", self._open

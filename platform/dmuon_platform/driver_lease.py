@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from dmuon_platform.durable_file import read_object, write_whole
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import AlreadyRunning
 from dmuon_platform.event_facts import clock
 
 DRIVER_FILE = "driver.json"
@@ -32,10 +32,6 @@ SILENT_S = 20.0
 
 LOCK_TRIES_S = 2.0
 """`Driver.is_alive` holds the lock for a moment, so a launch tries for longer than that."""
-
-
-class AlreadyRunning(PlatformError):  # noqa: N818 - names what is the case
-    """Another launch of the same run is alive."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +166,17 @@ class DriverLease:
     def _write(self) -> None:
         content = json.dumps(asdict(self._driver), indent=2) + "\n"
         write_whole(self._run_dir / DRIVER_FILE, content)
+
+
+def refuse_while_running(run_dir: Path) -> None:
+    """Say that a run is being run, if that shows in its folder.
+
+    Raises:
+        AlreadyRunning: It is.
+    """
+    driver = Driver.read(run_dir)
+    if driver is not None and driver.is_alive(run_dir):
+        raise _already_running(run_dir, driver)
 
 
 def _already_running(run_dir: Path, driver: Driver | None) -> AlreadyRunning:

@@ -4,6 +4,8 @@
     ├── SpecError     78   the job file, or what it asks for, is wrong: nothing was started
     ├── GracefulStop  75   stopped on request after a checkpoint: submit again to go on
     ├── ClusterLost   75   the cluster is gone: submit again
+    ├── AlreadyRunning 3   the run is being run, by another launch
+    ├── NoCluster     69   no cluster, or no job server, is at the address or lets us in
     ├── Diverged      86   the loss or a gradient is no longer a number
     ├── FatalError    70   the same failure again: another attempt would not help
     ├── NoCheckpointError  2   something else is named where a checkpoint is wanted
@@ -15,6 +17,9 @@ survive the pickling by which Ray sends errors between processes.
 """
 
 from typing import ClassVar
+
+RUNNING = 3
+"""Exit code of whoever asks for a run, or for another launch of it, while it goes on."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -72,6 +77,18 @@ class DamagedSourceError(CopyError):
     """What should be copied is not what was written."""
 
     exit_code: ClassVar[int] = 1
+
+
+class AlreadyRunning(PlatformError):  # noqa: N818 - names what is the case
+    """Another launch of the same run is alive."""
+
+    exit_code: ClassVar[int] = RUNNING
+
+
+class NoCluster(PlatformError):  # noqa: N818 - names what is the case
+    """Nothing answers at the address of a cluster or its job server, or it does not let us in."""
+
+    exit_code: ClassVar[int] = 69  # EX_UNAVAILABLE
 
 
 SUBMIT_AGAIN = frozenset({GracefulStop.exit_code, ClusterLost.exit_code, INTERRUPTED})

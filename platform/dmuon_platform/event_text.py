@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dmuon_platform.event_facts import finite
+
 
 class _Facts(dict[str, Any]):
     """The facts of an event, of which a damaged journal may have lost some."""
@@ -15,6 +17,7 @@ _SENTENCES = {
     "launched": "launched: process {pid} on {host}",
     "waiting": "waiting for room: {what}",
     "training_started": "{team} from step {step}",
+    "evaluated": "evaluation {when}: loss {loss:.4f}{bits}",
     "checkpoint_saved": "checkpoint of step {step} saved",
     "checkpoint_failed": "the checkpoint of step {step} could not be saved, the next save tries "
     "again: {problem}",
@@ -27,6 +30,9 @@ _SENTENCES = {
     "{grad_norm}",
     "rolled_back": "went back from step {step} to {to_step} (loss {loss}, gradient norm "
     "{grad_norm}); batches {first_batch} to {last_batch} are left out",
+    "tracking_failed": "MLflow does not hear of everything now: {problem}; the run goes on, and "
+    "the rest is told when it can be",
+    "tracking_works": "MLflow has been told everything again: {uri}",
     "stopped": "stopped after step {step}: {reason}",
     "trained": "trained to step {step}",
     "finished": "finished: {steps} steps, {bits_per_byte:.3f} validation bits per byte",
@@ -45,6 +51,10 @@ def event_text(event: Mapping[str, Any]) -> str:
     facts = _Facts(event)
     number = len(workers) if isinstance(workers, list) else "?"
     facts["team"] = "1 worker trains" if number == 1 else f"{number} workers train"
+    is_start = event.get("step") == 0
+    facts["when"] = "before the first step" if is_start else f"after step {facts['step']}"
+    bits = finite(event, "bits_per_byte")
+    facts["bits"] = "" if bits is None else f", {bits:.3f} bits per byte"
     try:
         return _one_line(_SENTENCES[kind].format_map(facts))
     except (KeyError, ValueError):  # a kind of another version, or a number that is none

@@ -14,6 +14,12 @@ EVENTS_FILE = "events.jsonl"
 WAITING = "waiting"
 """Kind of the event that a launch waits for room in its cluster."""
 
+TRACKING_FAILED = "tracking_failed"
+"""Kind of the event that MLflow cannot be told everything, from now on."""
+
+TRACKING_WORKS = "tracking_works"
+"""Kind of the event that it has been told everything again."""
+
 
 class Journal:
     """Append-only ``events.jsonl`` of one run; the driver and rank 0 both write to it."""

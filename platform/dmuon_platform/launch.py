@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+import dmuon
 from dmuon_platform import cluster, preflight
 from dmuon_platform.data import (
     DatasetInfo,
@@ -23,7 +24,8 @@ from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.driving import Driving
 from dmuon_platform.errors import PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
-from dmuon_platform.event_facts import whole
+from dmuon_platform.event_facts import finite, whole
+from dmuon_platform.event_text import event_text
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
@@ -31,7 +33,7 @@ from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
-from dmuon_platform.run_folder import REPORT_FILE
+from dmuon_platform.run_folder import DATA_FOLDER, REPORT_FILE
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
@@ -43,8 +45,7 @@ from dmuon_platform.supervisor import Failure, Supervisor, unfinished_failures
 from dmuon_platform.tracking import Delivery, Tracker, deliver_pending
 from dmuon_platform.waiting import wait_for_room
 
-DATA_FOLDER = "data"
-"""Prepared datasets lie beside the runs, since runs share them."""
+BITS_PER_BYTE = "evaluation/bits_per_byte"
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set by Ray inside a submitted job: JSON, with its submission id below ``metadata``."""
@@ -96,7 +97,8 @@ def _run(spec: JobSpec, console: Console) -> Summary:
                 driving = Driving(start.spec, session, view, lease.launch, _told(spec, start, info))
                 trained = _train(spec, journal, driving, view, earlier)
             session.close()
-            summary = _conclude(start.spec, info, journal, trained)
+            tell = partial(_tell_damage, journal, console)
+            summary = _conclude(start.spec, info, journal, trained, tell)
             delivery = tracker.finish("FINISHED")
     summary = _delivered(spec, summary, delivery)
     _say(console, summary.text())
@@ -188,11 +190,23 @@ def _saved(journal: Journal) -> int:
     return whole(journal.last("checkpoint_saved"), "step") or 0
 
 
+def _tell_damage(journal: Journal, console: Console, damage: dmuon.DamagedCheckpointError) -> None:
+    """Tell of a checkpoint that is passed over, unless the workers have."""
+    told = [e.get("damage") for e in journal.read() if e["kind"] == "checkpoint_damaged"]
+    if str(damage) not in told:
+        journal.note("checkpoint_damaged", damage=str(damage))
+        _say(console, event_text({"kind": "checkpoint_damaged", "damage": str(damage)}))
+
+
 def _conclude(
-    spec: JobSpec, info: DatasetInfo, journal: Journal, trained: dict[str, Any]
+    spec: JobSpec,
+    info: DatasetInfo,
+    journal: Journal,
+    trained: dict[str, Any],
+    on_damage: Callable[[dmuon.DamagedCheckpointError], None],
 ) -> Summary:
     """Export the model, and write down what the run has come to."""
-    newest = CheckpointStore(spec.run_dir).newest_verified()
+    newest = CheckpointStore(spec.run_dir, on_damage).newest_verified()
     if newest is None:
         raise PlatformError(
             f"{spec.run_dir} has no whole checkpoint left, so there is no model to export. Launch "
@@ -203,14 +217,17 @@ def _conclude(
         config = hf_config(spec.model, spec.data.sequence_length, info.separator_id)
         files = tokenizer_files(load_tokenizer(spec.data.tokenizer))
         export = export_model(spec.run_dir, newest.path, newest.manifest, config, files)
-    continuation = MetricsSpool(spec.run_dir).continuation()
+    spool = MetricsSpool(spec.run_dir)
+    continuation = spool.continuation()
+    start = spool.start()
     summary = Summary(
         name=spec.name,
         steps=trained["step"],
         tokens=trained["step"] * spec.tokens_per_step,
         restarts=restarts_of(journal.read()),
-        bits_per_byte=trained["evaluation"]["evaluation/bits_per_byte"],
+        bits_per_byte=trained["evaluation"][BITS_PER_BYTE],
         bigram_bits_per_byte=bigram_bits_per_byte(open_dataset(info.folder)),
+        start_bits_per_byte=None if start is None else finite(start.metrics, BITS_PER_BYTE),
         checkpoint=str(newest.path),
         weights_sha256=trained["weights_sha256"],
         export=None if export is None else str(export.folder),

@@ -63,6 +63,20 @@ def keep_origin(spec: JobSpec) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+def with_tokenizer_of_model(spec: JobSpec) -> JobSpec:
+    """Return the job with the tokenizer that was in the folder of its model at the first launch.
+
+    A job that names none means that one, also when the folder is gone.
+    """
+    model, data = spec.model, spec.data
+    if model.path is None or "tokenizer" in data.model_fields_set:
+        return spec
+    file = Path(model.path, TOKENIZER_FILE)
+    if not _has_gone(file, spec.run_dir / ORIGIN_FOLDER / TOKENIZER_FILE):
+        return spec
+    return spec.model_copy(update={"data": data.model_copy(update={"tokenizer": str(file)})})
+
+
 def start_of(spec: JobSpec, cache_dir: Path) -> Start:
     """Return what to go by: the job as it is, where all that it names is there.
 

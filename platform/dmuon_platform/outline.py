@@ -4,6 +4,8 @@ import dmuon
 from dmuon_platform import preflight
 from dmuon_platform.assembly import muon_takes
 from dmuon_platform.model import build_model, layer_modules
+from dmuon_platform.origin import start_of
+from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec
 
 
@@ -14,8 +16,10 @@ def outline(spec: JobSpec) -> str:
         SpecError: The model cannot be built, or the data is not there or does not fit it.
     """
     spec = preflight.resolve(spec)
-    preflight.check_job(spec)
+    start = start_of(spec, spec.run_dir.parent / DATA_FOLDER)
+    preflight.check_job(start.spec, has_text=start.dataset is None)
     preflight.check_earlier_run(spec)
+    spec = start.spec
     num_tokens = spec.num_steps * spec.tokens_per_step
     model = build_model(spec.model, spec.data.sequence_length, device="meta")
     lines = [

@@ -11,6 +11,7 @@ from dmuon_platform.data import BYTES, check_data, check_pretrained, load_tokeni
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model import build_model, vocabulary_size
+from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.resume import UPLOADED_FOLDERS
@@ -30,7 +31,8 @@ def resolve(spec: JobSpec) -> JobSpec:
     data = spec.data
     if data.tokenizer != BYTES:
         data = data.model_copy(update={"tokenizer": str(here / data.tokenizer)})
-    return spec.model_copy(update={"model": model, "data": data}).anchored(base)
+    absolute = spec.model_copy(update={"model": model, "data": data}).anchored(base)
+    return with_tokenizer_of_model(absolute)
 
 
 def check_job(spec: JobSpec, *, has_text: bool = True) -> None:

@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 from dmuon_platform.event_text import event_text
-from dmuon_platform.events import Journal
+from dmuon_platform.events import TRACKING_FAILED, TRACKING_WORKS, Journal
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool, Record
 
@@ -26,10 +26,13 @@ TOLD = frozenset(
     {
         "checkpoint_damaged",
         "checkpoint_failed",
+        "evaluated",
         "fault_injected",
         "restarted",
         "rolled_back",
         "stopped",
+        TRACKING_FAILED,
+        TRACKING_WORKS,
         "training_started",
         "update_dropped",
         "went_back",

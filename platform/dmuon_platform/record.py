@@ -15,6 +15,9 @@ from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.update_table import UPDATES_FILE, UpdateTable
 
+EVALUATION = "evaluation/"
+"""Prefix of the metrics of an evaluation."""
+
 
 class Record:
     """Rank 0 writes down what happens; the other ranks say nothing.
@@ -51,11 +54,26 @@ class Record:
     def step(
         self, step: int, metrics: dict[str, float], updates: UpdateTable | None = None
     ) -> None:
-        """Note what came out of a step, and what its updates were like if that was looked at."""
+        """Note what came out of a step, and what its updates were like if that was looked at.
+
+        Args:
+            step: Steps done; 0 for what is known before the first.
+            metrics: Of it; an evaluation among them is told in the journal too.
+            updates: Of Muon.
+        """
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
+        if evaluation := _evaluation(metrics):
+            self.note("evaluated", step=step, **evaluation)
         if self._updates is not None and updates is not None:
             self._updates.append(step, updates.to_metrics(), time.time())
+
+    def has_start(self) -> bool:
+        """Tell whether there is a line from before the first step. Collective."""
+        return self._place.from_first("look for the line of step 0", self._has_start)
+
+    def _has_start(self) -> bool:
+        return self._spool is not None and self._spool.start() is not None
 
     def note(self, kind: str, **data: Any) -> None:
         """Note in the journal that something happened, now or when there is room."""
@@ -114,3 +132,8 @@ class Record:
     def _note(self, kind: str, **data: Any) -> None:
         if self._journal is not None:
             self._journal.append(kind, attempt=self.attempt, **data)
+
+
+def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+    found = (key.removeprefix(EVALUATION) for key in metrics if key.startswith(EVALUATION))
+    return {name: metrics[EVALUATION + name] for name in found}

@@ -3,21 +3,22 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from dmuon_platform.errors import INTERRUPTED, GracefulStop, PlatformError
-from dmuon_platform.run_ending import RUNNING, State
+from dmuon_platform.errors import INTERRUPTED, RUNNING, GracefulStop, NoCluster, PlatformError
+from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import NoSuchRun
 
 NAME_KEY = "dmuon_name"
 """Of the metadata of a submitted job: the name of its run."""
 
-UNAVAILABLE = 69
-"""Exit code when no job server answers: EX_UNAVAILABLE."""
+STORAGE_KEY = "dmuon_storage"
+"""The same: where that run lies, as its job says it."""
 
 SIGNALLED = 128
 """Exit codes above are of processes that a signal ended; they also come as negative numbers."""
@@ -34,13 +35,15 @@ CHATTY = (
 _LIVELINESS = {JobStatus.RUNNING: 2, JobStatus.PENDING: 1}
 """Higher for one that is still there; ended ones are alike."""
 
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- ")
+"""Time, level and source line before what Ray itself says."""
+
 LOOK_S = 1.0
 
 
-class NoJobServer(PlatformError):  # noqa: N818 - names what is the case
+class NoJobServer(NoCluster):
     """No Ray job server answers at the address."""
-
-    exit_code = UNAVAILABLE
 
 
 def connect(address: str) -> JobSubmissionClient:
@@ -72,7 +75,7 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
 
     async def show() -> None:
         async for text in client.tail_job_logs(submission):
-            print(text, end="", flush=True)
+            print(uncoloured(text), end="", flush=True)
 
     try:
         asyncio.run(show())
@@ -83,6 +86,17 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
         )
         return False
     return True
+
+
+def uncoloured(text: str) -> str:
+    """Return what a job has printed without what a terminal would obey, such as Ray's colours."""
+    return _CONTROL.sub("", text)
+
+
+def last_words(output: str) -> str | None:
+    """Return the last line of what a job has printed, for people; None without one."""
+    lines = [line for line in uncoloured(output).splitlines() if line.strip()]
+    return _RAY_LINE.sub("", lines[-1]).strip() if lines else None
 
 
 def verdict(
@@ -107,16 +121,18 @@ def verdict(
 def meant_of(jobs: Sequence[JobDetails]) -> JobDetails:
     """Return which of several submissions of a run is meant: one that runs, else the newest.
 
-    A later one may have been refused because the first still runs.
+    One that was refused because the run was going on says nothing about it, unless it is alone.
     """
-    return max(jobs, key=lambda job: (_LIVELINESS.get(job.status, 0), job.start_time or 0))
+    told = [job for job in jobs if job.driver_exit_code != RUNNING] or jobs
+    return max(told, key=lambda job: (_LIVELINESS.get(job.status, 0), job.start_time or 0))
 
 
 def _failure(exit_code: int | None, error_type: str | None) -> tuple[State, int]:
     by_signal = exit_code is not None and not 0 <= exit_code <= SIGNALLED
     if by_signal or (exit_code is None and error_type == DIED):
         return State.INTERRUPTED, GracefulStop.exit_code
-    return State.FAILED, exit_code or PlatformError.exit_code
+    code = PlatformError.exit_code if exit_code in (None, 0, RUNNING) else exit_code
+    return State.FAILED, code
 
 
 class RemoteJobs:
@@ -137,7 +153,6 @@ class RemoteJobs:
         """Print how a job stands; return what a scheduler should know of it."""
         job = self._newest(name)
         state, code = verdict(job.status, job.driver_exit_code, job.error_type)
-        output = self._client.get_job_logs(job.submission_id).strip().splitlines()
         facts: dict[str, Any] = {
             "name": (job.metadata or {}).get(NAME_KEY, name),
             "submission": job.submission_id,
@@ -146,7 +161,7 @@ class RemoteJobs:
             "driver_exit_code": job.driver_exit_code,
             "started": None if job.start_time is None else job.start_time / 1000,
             "ended": job.end_time / 1000 if job.end_time else None,
-            "output": output[-1] if output else None,
+            "output": last_words(self._client.get_job_logs(job.submission_id)),
         }
         if as_json:
             print(json.dumps(facts, indent=2))
@@ -161,7 +176,7 @@ class RemoteJobs:
         if follow:
             follow_output(self._client, submission)
         else:
-            print(self._client.get_job_logs(submission), end="")
+            print(uncoloured(self._client.get_job_logs(submission)), end="")
         return 0
 
     def stop(self, name: str, *, wait: bool) -> int:

@@ -29,9 +29,11 @@ from dmuon_platform.report_tables import (
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import JOB_FILE, REPORT_FILE
 from dmuon_platform.run_history import (
+    EVALUATION_LOSS,
     MOST_POINTS,
     TOKENS_PER_S,
     TRAIN_LOSS,
+    Curve,
     RunHistory,
     read_history,
 )
@@ -126,13 +128,8 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
     first, last = _first_loss(history), run.metrics.get(TRAIN_LOSS)
     if first is not None and last is not None:
         yield f"The training loss went from {first:.3f} to {last:.3f}."
-    if "evaluation/loss" in run.evaluation:
-        held_out = f"The held-out loss is {run.evaluation['evaluation/loss']:.3f}"
-        bits = run.evaluation.get("evaluation/bits_per_byte")
-        bigram = run.evaluation.get("evaluation/bigram_bits_per_byte")
-        if bits is not None and bigram is not None:
-            held_out += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
-        yield f"{held_out} (step {run.evaluation['step']:.0f})."
+    if EVALUATION_LOSS in run.evaluation:
+        yield _held_out(run, history)
     count = restarts_of(history.events)
     how_often = "started again once" if count == 1 else f"started again {count:,} times"
     yield f"The training was {how_often if count else 'never started again'}."
@@ -141,6 +138,17 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
         yield f"The newest failure, after step {newest.step}: {newest.cause.rstrip('.')}."
     if times.goodput is not None:
         yield f"Goodput is {100 * times.goodput:.0f} %, the part of that time in steps that count."
+
+
+def _held_out(run: RunState, history: RunHistory) -> str:
+    step, start = run.evaluation["step"], history.curves.get(EVALUATION_LOSS, Curve()).at(0)
+    text = f"The held-out loss is {run.evaluation[EVALUATION_LOSS]:.3f}"
+    bits = run.evaluation.get("evaluation/bits_per_byte")
+    bigram = run.evaluation.get("evaluation/bigram_bits_per_byte")
+    if bits is not None and bigram is not None:
+        text += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
+    text += f" (step {step:.0f})"
+    return text + (f"; before the first step, {start:.3f}." if start and step else ".")
 
 
 def _tiles(
@@ -152,7 +160,7 @@ def _tiles(
         yield "tokens", f"{run.step * spec.tokens_per_step:,}"
     if (loss := run.metrics.get(TRAIN_LOSS)) is not None:
         yield "training loss", f"{loss:.4f}"
-    if (loss := run.evaluation.get("evaluation/loss")) is not None:
+    if (loss := run.evaluation.get(EVALUATION_LOSS)) is not None:
         yield "held-out loss", f"{loss:.4f}"
     if history.is_known(TOKENS_PER_S):
         yield "tokens/s, median", f"{median(history.curves[TOKENS_PER_S].values):,.0f}"

@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from dmuon_platform.errors import SUBMIT_AGAIN, GracefulStop, PlatformError
+from dmuon_platform.errors import RUNNING, SUBMIT_AGAIN, GracefulStop, PlatformError
 from dmuon_platform.event_facts import Content, last, whole
 from dmuon_platform.spec import JobSpec
-
-RUNNING = 3
-"""Exit code of ``dmuon status`` for a run that goes on."""
 
 
 class State(StrEnum):

@@ -12,6 +12,9 @@ from dmuon_platform.spec import load_job
 JOB_FILE = "job.toml"
 """The resolved job inside its run folder: what later launches are compared with."""
 
+DATA_FOLDER = "data"
+"""Prepared datasets lie beside the runs, since runs share them."""
+
 PLOTS_FOLDER = "plots"
 
 REPORT_FILE = "report.html"

@@ -6,7 +6,7 @@ Nothing here needs torch or Ray, starts or changes anything, or trusts a file to
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ RECENT_STEPS = 200
 """Over which the speed is taken."""
 
 FURTHEST_LINES = 20_000
-"""How far back an evaluation is looked for."""
+"""How far back a step and an evaluation are looked for."""
 
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
@@ -80,8 +80,8 @@ class RunState:
         exit_code: What ``dmuon status`` ends with.
         step: Optimizer steps done.
         num_steps: Of the whole run; None when its job cannot be read.
-        metrics: Of the newest step.
-        evaluation: The newest evaluation and its step.
+        metrics: Of that step; none where it has no line.
+        evaluation: The newest evaluation up to that step, and its own step.
         tokens_per_s: Median of the recent steps.
         eta_s: Seconds to the last step at the recent pace; None unless it is running.
         time: Unix time of the newest step or event.
@@ -140,8 +140,8 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     step = _step_of(events, steps)
     num_steps = None if spec is None else spec.num_steps
     is_running = state is State.RUNNING
-    if is_running and started is None and not (folder / JOB_FILE).exists():
-        complaint = None  # a launch records its job when it has prepared the data
+    if started is None and not (folder / JOB_FILE).exists():
+        complaint = None  # a launch records its job when it has room and has prepared the data
     request = StopFile(folder).read(driver.launch) if driver and is_running else None
     newest = [number(each, "time") for each in (*events[-1:], *steps[:1])]
     return RunState(
@@ -151,8 +151,8 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         exit_code=exit_code,
         step=step,
         num_steps=num_steps,
-        metrics=_metrics(next((one for one in steps if _metrics(one)), {})),
-        evaluation=_evaluation(folder),
+        metrics=_metrics_of(folder, step),
+        evaluation=_evaluation(folder, step),
         tokens_per_s=pace.tokens_per_s,
         eta_s=pace.left_s(step, num_steps) if is_running else None,
         time=max((when for when in newest if when is not None), default=None),
@@ -237,14 +237,26 @@ def _metrics(line: Content) -> dict[str, float]:
     return {key: value for key in metrics if (value := number(metrics, key)) is not None}
 
 
-def _evaluation(folder: Path) -> dict[str, float]:
+def _metrics_of(folder: Path, step: int) -> dict[str, float]:
+    """Return the metrics of a step; of one that was done again, they are in its first line."""
+    return next((_metrics(line) for line in _told(folder, step) if line["step"] == step), {})
+
+
+def _evaluation(folder: Path, step: int) -> dict[str, float]:
+    for line in _told(folder, step):
+        found = {k: v for k, v in _metrics(line).items() if k.startswith("evaluation/")}
+        if found:
+            return {"step": float(line["step"]), **found}
+    return {}
+
+
+def _told(folder: Path, step: int) -> Iterator[Content]:
+    """Yield the lines with metrics up to a step, newest first; later ones are to be done again."""
     lines = LineFile(folder / METRICS_FILE).newest_first()
     for line in islice(lines, FURTHEST_LINES):
-        found = {k: v for k, v in _metrics(line).items() if k.startswith("evaluation/")}
-        step = number(line, "step")
-        if found and step is not None:
-            return {"step": step, **found}
-    return {}
+        done = whole(line, "step")
+        if done is not None and done <= step and _metrics(line):
+            yield line
 
 
 def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker]:

@@ -139,6 +139,11 @@ class MetricsSpool:
                 yield record
                 step = record.step - 1
 
+    def start(self) -> Record | None:
+        """Return what is known from before the first step, if anything: it is written first."""
+        records, _ = self.read_from(0, 1)
+        return records[0] if records and records[0].step == 0 else None
+
     def size(self) -> int:
         """Return the bytes on disk: no record lies behind that offset now."""
         return self._file.size()

@@ -14,9 +14,10 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.data.tokenizer import BYTES
-from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.driver_lease import refuse_while_running
+from dmuon_platform.errors import AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
-from dmuon_platform.remote_jobs import NAME_KEY, connect, follow_output
+from dmuon_platform.remote_jobs import NAME_KEY, STORAGE_KEY, connect, follow_output
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.uploads import EXCLUDES, find_missing
 
@@ -54,7 +55,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         0, or the job's exit code when following a job that fails.
 
     Raises:
-        PlatformError: The job is wrong, or the server does not take it.
+        PlatformError: The job is wrong, its run goes on already, or the server does not take it.
     """
     spec = load_job(job, overrides)
     entrypoint = _entrypoint(job, overrides)
@@ -63,7 +64,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     if not _is_clone(Path.cwd()):
         environment |= _our_modules()
     wait_s = max(STOP_WAIT_S, math.ceil(spec.faults.grace_s) + STOP_MARGIN_S)
-    submission = _Submission.make(address, spec.name, entrypoint, environment, wait_s)
+    submission = _Submission.make(address, spec.name, spec.storage, entrypoint, environment, wait_s)
     if not Path(spec.storage).expanduser().is_absolute():
         print(
             f"Its storage {spec.storage!r} lies in the home folder of the cluster's user; "
@@ -99,7 +100,7 @@ def submit_resume(
         )
     command = ["python", *OUR_COMMAND, "resume", name, f"--storage={storage}"]
     entrypoint = shlex.join([*command, *(f"--set={one}" for one in overrides)])
-    submission = _Submission.make(address, name, entrypoint, _our_modules())
+    submission = _Submission.make(address, name, storage, entrypoint, _our_modules())
     return submission.follow() if follow else submission.leave()
 
 
@@ -117,11 +118,13 @@ class _Submission:
         cls,
         address: str,
         name: str,
+        storage: str,
         entrypoint: str,
         environment: Mapping[str, Any],
         stop_wait_s: int = STOP_WAIT_S,
     ) -> "_Submission":
         client = connect(address)
+        _refuse_a_second(client, address, name, storage)
         variables = {
             "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
             SUBMITTED_VARIABLE: json.dumps(git_state(Path.cwd())),
@@ -130,7 +133,7 @@ class _Submission:
             submission = client.submit_job(
                 entrypoint=entrypoint,
                 runtime_env={**environment, "env_vars": variables},
-                metadata={NAME_KEY: name},
+                metadata={NAME_KEY: name, STORAGE_KEY: storage},
             )
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise PlatformError(
@@ -153,6 +156,26 @@ class _Submission:
         reason, _, _ = first_line.partition(", last available logs")
         print(f"{self.id}: {info.status}. {reason}")
         return info.driver_exit_code or PlatformError.exit_code
+
+
+def _refuse_a_second(client: JobSubmissionClient, address: str, name: str, storage: str) -> None:
+    """Say that a run goes on already, as far as that shows here, before anything is uploaded.
+
+    Raises:
+        AlreadyRunning: It does.
+    """
+    folder = Path(storage).expanduser() / name
+    if folder.is_absolute():  # else it lies somewhere on the cluster
+        refuse_while_running(folder)
+    for job in client.list_jobs():
+        facts = job.metadata or {}
+        is_same = facts.get(NAME_KEY) == name and facts.get(STORAGE_KEY, storage) == storage
+        if is_same and not job.status.is_terminal():
+            raise AlreadyRunning(
+                f"{name} is already running at {address}, as {job.submission_id}, so nothing was "
+                "submitted: two at a time would write over each other. Wait for it, or end it with "
+                f"a checkpoint by `dmuon stop {name} --address {address}`."
+            )
 
 
 def _entrypoint(job: str, overrides: Sequence[str]) -> str:

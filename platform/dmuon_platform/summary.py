@@ -23,6 +23,8 @@ class Summary:
     """Of the same text, by a bigram model of its bytes."""
     checkpoint: str
     weights_sha256: str
+    start_bits_per_byte: float | None = None
+    """Of the same text, by the model that a fine-tuning started from."""
     export: str | None = None
     """The Hugging Face folder."""
     steps_replayed_equal: int = 0
@@ -55,6 +57,7 @@ class Summary:
         rows = [
             ("validation bits per byte", f"{self.bits_per_byte:.3f}"),
             ("  bigram model, same text", f"{self.bigram_bits_per_byte:.3f}"),
+            *self._start(),
             ("checkpoint", self.checkpoint),
             ("weights SHA-256", self.weights_sha256),
         ]
@@ -66,6 +69,10 @@ class Summary:
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}" for label, value in rows]
         return "\n".join([f"{self.name}: {self.steps} steps, {self.tokens:,} tokens", *lines])
+
+    def _start(self) -> Iterator[tuple[str, str]]:
+        if self.start_bits_per_byte is not None:
+            yield "  before the first step", f"{self.start_bits_per_byte:.3f}"
 
     def _restarts(self) -> str:
         replayed = self.steps_replayed_equal + self.steps_replayed_different

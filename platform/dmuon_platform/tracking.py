@@ -14,6 +14,7 @@ from dmuon_platform import matplotlib_cache
 from dmuon_platform.child_process import command_of, environment
 from dmuon_platform.errors import SUBMIT_AGAIN, exit_code_of
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.spec.toml import NONE, toml_value
 from dmuon_platform.tracking_files import Description, TrackingFiles
 
 DATABASE = "mlflow.db"
@@ -177,7 +178,8 @@ def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _params(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value if isinstance(value, str) else json.dumps(value)
+            text = value if isinstance(value, str) else toml_value(value)
+            yield prefix + key, NONE if value is None else text
 
 
 def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]:

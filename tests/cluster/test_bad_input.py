@@ -24,7 +24,7 @@ def test_bad_input_is_refused_before_workers_start(text, tmp_path):
         ("optimizer.learning_rate=1",): (78, "optimizer.learning_rate", "lr"),
         ("data.source=nowhere/*.txt",): (78, "nowhere/*.txt", "data.source"),
         (f"data.source={empty}",): (78, "no text", ""),
-        (f"resources.address={address}",): (1, address, "resources.address"),
+        (f"resources.address={address}",): (69, address, "resources.address"),
         (f"storage={a_file}",): (1, str(a_file), "storage"),
         # What is large is prepared by Ray before that shows.
         ("data.source=python-stdlib", "train.global_batch_size=10000000"): (
@@ -47,6 +47,6 @@ def test_bad_input_is_refused_before_workers_start(text, tmp_path):
     assert code == 78, output
     assert "RAY_ADDRESS = 'ray://127.0.0.1:10001' is Ray Client" in output
     code, output = driver.run("run", run.job, RAY_ADDRESS=address)
-    assert code == 1, output
+    assert code == 69, output
     assert f"No Ray cluster answers at RAY_ADDRESS = '{address}'" in output
     assert not run.events("training_started")

@@ -1,12 +1,32 @@
 """A run goes on from its own folder when what it was started from is gone."""
 
 import json
+import re
 import shutil
 
+import mlflow
 import pytest
 from cluster import driver
+from dmuon_platform.tracking_files import TrackingFiles
+from mlflow_runs import history
 
 pytestmark = pytest.mark.cluster
+
+
+def _check_start(run, earlier, output):
+    """What it starts from is what the earlier run came to, wherever that is shown."""
+    begun, ended = run.metrics()[0], earlier.metrics()[driver.STEPS]
+    assert begun["evaluation/loss"] == pytest.approx(ended["evaluation/loss"], rel=1e-5)
+    (line,) = re.findall("evaluation before the first step: loss .*", output)
+    assert line in driver.run("logs", run.folder)[1]
+    assert f"{begun['evaluation/bits_per_byte']:.3f} bits per byte" in line
+    page = (run.folder / "report.html").read_text()
+    assert f"before the first step, {begun['evaluation/loss']:.3f}" in page
+    told = TrackingFiles(run.folder).delivered()
+    points = history(told.uri, told.run_id, "evaluation/loss")
+    assert points[0] == (0, begun["evaluation/loss"])
+    params = mlflow.MlflowClient(told.uri).get_run(told.run_id).data.params
+    assert params["tracking.uri"] == params["train.tokens"] == "none"
 
 
 def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
@@ -23,15 +43,20 @@ def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
     run.job.write_text(head + model + rest.partition("[data]")[2])
     code, output = driver.run("run", run.job)
     assert code == 0, output
+    _check_start(run, earlier, output)
     export = json.loads((run.folder / "export" / "config.json").read_text())
 
     shutil.rmtree(start)
+    for job in (run.job, run.folder / "job.toml"):
+        code, output = driver.run("validate", job, "--set", "train.steps=20")
+        assert code == 0, output
     code, output = driver.run("resume", run.folder, "--set", "train.steps=20")
     assert code == 0, output
     assert "its text is not where data.source says" in output
     assert run.events("training_started")[-1]["step"] == 10
     metrics = run.metrics()
-    assert sorted(metrics) == list(range(1, 21))
+    assert sorted(metrics) == list(range(21))
+    assert [event["step"] for event in run.events("evaluated")] == [0, 10, 20]
     assert metrics[11]["train/loss"] == pytest.approx(metrics[10]["train/loss"], abs=0.3)
     assert json.loads((run.folder / "export" / "config.json").read_text()) == export
     assert (run.folder / "export" / "tokenizer.json").is_file()

@@ -136,20 +136,27 @@ def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text
     assert "16 CPUs" in run.events("waiting")[-1]["what"]
 
 
-def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, tmp_path):
-    _, ports = head
+def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_name(head, tmp_path):
+    env, ports = head
     server = ("--address", f"http://127.0.0.1:{ports['jobs']}")
-    changes = (f"storage={tmp_path}", "name=watched", "train.steps=100000")
-    code, output = driver.run(
-        "submit", "jobs/tiny_cpu.toml", *server, "--set", *changes, RAY_AUTH_MODE="disabled"
-    )
+    submit = ("submit", "jobs/tiny_cpu.toml", *server, "--set", "name=watched")
+    changes = ("storage=watched-runs", "train.steps=100000")
+    code, output = driver.run(*submit, *changes, RAY_AUTH_MODE="disabled")
     assert code == 0, output
-    watched = driver.Run(tmp_path, tmp_path / "watched")
+    storage = Path(env["HOME"]) / "watched-runs"
+    watched = driver.Run(tmp_path, storage / "watched")
     driver.wait_until(watched.metrics)
     code, told = _ask("status", *server)
     assert code == 3, told
     assert "  loss " in told
-    code, told = driver.run("status", tmp_path / "watched", "--json")
+    assert "\x1b" not in told
+    for where, words in {  # the job server knows, and the folder of the run
+        "watched-runs": "watched is already running at http",
+        storage: "already being run by",
+    }.items():
+        code, told = driver.run(*submit, f"storage={where}", RAY_AUTH_MODE="disabled")
+        assert (code, words in told, "Submitted" in told) == (3, True, False), told
+    code, told = driver.run("status", watched.folder, "--json")
     assert code == 3
     assert [worker["rank"] for worker in json.loads(told)["workers"]] == [0, 1]
     code, told = driver.run("status", "other", *server, RAY_AUTH_MODE="disabled")
@@ -161,7 +168,7 @@ def test_a_submitted_run_is_watched_and_stopped_by_its_name(head, tmp_path):
     code, told = _ask("logs", *server)
     assert code == 0
     assert "2 workers train from step 0" in told
-    assert driver.run("status", tmp_path / "watched")[0] == 75
+    assert driver.run("status", watched.folder)[0] == 75
     assert _ask("status", "--storage", str(tmp_path / "elsewhere"))[0] == 66
 
 

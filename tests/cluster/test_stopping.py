@@ -18,7 +18,7 @@ def test_a_stopped_run_goes_on_at_the_exact_step_and_ends_like_the_undisturbed_o
     process = driver.start("run", run.job)
     driver.wait_until((run.folder / "driver.json").exists, process)
     code, output = driver.run("run", run.job)
-    assert code == 1, output
+    assert code == 3, output
     assert f"is already being run by process {process.pid} on" in output
     driver.wait_until(lambda: max(run.metrics(), default=0) >= 13, process)
     os.kill(run.events("training_started")[-1]["workers"][1]["pid"], signal.SIGTERM)

@@ -59,6 +59,9 @@ def test_a_server_killed_and_restarted_mid_way_has_every_point_once(server, tmp_
         train(spec, 21, 50)
         delivery = tracker.finish("FINISHED")
     assert delivery.is_complete, delivery.problem
+    noted = [e for e in Journal(spec.run_dir).read() if e["kind"].startswith("tracking")]
+    assert [event["kind"] for event in noted] == ["tracking_failed", "tracking_works"]
+    assert noted[0]["problem"] == f"{server.uri} does not answer"
     assert delivery.run_id is not None
     losses = history(server.uri, delivery.run_id, "train/loss")
     assert losses == [(step, 1 / step) for step in range(1, 51)]

@@ -73,11 +73,15 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "run job.toml --address ray://head:10001",
         78,
-        ("'ray://head:10001' is not 'host:port'", "use dmuon submit"),
+        (
+            "--address sets resources.address: ",
+            "'ray://head:10001' is not 'host:port'",
+            "use dmuon submit",
+        ),
     ),
     (
         "run job.toml --address 127.0.0.1:1",
-        1,
+        69,
         (
             "No Ray cluster answers at resources.address = '127.0.0.1:1'",
             "Start one with `ray start --head",

@@ -81,10 +81,22 @@ def broken(checks) -> list[str]:
             _change_metrics(lambda x: [*x, '{"step": 5, "time": 0, "replay": {"a": [1, 2]}}']),
             ["every step that was done again had the same bits"],
         ),
+        (
+            _change_metrics(lambda x: ['{"step": 0, "time": 0, "metrics": {"train/x": 1}}', *x]),
+            ["every step has the metrics"],
+        ),
         (_flip, ["every checkpoint that counts is whole and finite"]),
         (_other_weights, ["the weights are those of the undisturbed run"]),
     ],
-    ids=["nothing", "one bit of a loss", "a step less", "a replay", "a checkpoint", "weights"],
+    ids=[
+        "nothing",
+        "one bit of a loss",
+        "a step less",
+        "a replay",
+        "a start",
+        "a checkpoint",
+        "weights",
+    ],
 )
 def test_what_is_different_is_found_and_nothing_else(
     undisturbed, dataset, tmp_path, damage, claims

@@ -13,7 +13,7 @@ from dmuon_platform import cli
 from dmuon_platform.data import prepare_dataset
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.events import EVENTS_FILE, Journal
-from dmuon_platform.launch import DATA_FOLDER
+from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import METRICS_FILE
 

@@ -1,18 +1,23 @@
 """The command: what it prints, and with which exit code it ends."""
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from dmuon_platform import cli, launch, remote_jobs
+from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
 from dmuon_platform.git_state import git_state
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.warning_text import sentences
 from ray._private.runtime_env import packaging
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 import dmuon
 
@@ -131,6 +136,20 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.jobs: list[dict[str, object]] = []
+        self.status = JobStatus.SUCCEEDED
+
+    def list_jobs(self) -> list[JobDetails]:
+        kind = JobType.SUBMISSION
+        return [
+            JobDetails(
+                type=kind,
+                status=self.status,
+                submission_id="raysubmit_1",
+                entrypoint="x",
+                metadata=job["metadata"],
+            )
+            for job in self.jobs
+        ]
 
     def submit_job(self, **job: object) -> str:
         self.jobs.append(job)
@@ -157,6 +176,26 @@ def test_submit_from_a_clone_uploads_it_and_runs_its_program(server: FakeServer)
     assert isinstance(environment, dict)
     assert environment["working_dir"] == str(ROOT)
     assert "py_modules" not in environment
+
+
+def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    submit = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
+    assert cli.main(submit) == 0
+    for server.status in (JobStatus.PENDING, JobStatus.RUNNING):
+        assert cli.main(submit) == 3
+        message = capsys.readouterr().err
+        assert "tiny_cpu is already running at http://127.0.0.1:8265, as raysubmit_1" in message
+        assert "dmuon stop tiny_cpu --address http://127.0.0.1:8265" in message
+    elsewhere = [*submit, f"--set=storage={tmp_path}"]
+    assert cli.main(elsewhere) == 0
+    server.status = JobStatus.STOPPED  # now only its folder tells
+    (tmp_path / "tiny_cpu").mkdir()
+    with DriverLease(tmp_path / "tiny_cpu"):
+        assert cli.main(elsewhere) == 3
+    assert f"is already being run by process {os.getpid()}" in capsys.readouterr().err
+    assert len(server.jobs) == 2
 
 
 def test_a_submitted_job_knows_the_commit_though_its_copy_has_no_repository(
@@ -203,7 +242,7 @@ def test_resume_on_a_cluster_uploads_no_job_and_needs_the_storage_that_the_clust
     assert job["entrypoint"] == (
         "python -P -m dmuon_platform.cli resume mine --storage=/mnt/runs --set=train.steps=9"
     )
-    assert job["metadata"] == {"dmuon_name": "mine"}
+    assert job["metadata"] == {"dmuon_name": "mine", "dmuon_storage": "/mnt/runs"}
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     assert "working_dir" not in environment
@@ -335,3 +374,12 @@ def test_a_server_that_does_not_answer_is_named(
     printed = capsys.readouterr().err
     assert "No Ray job server answers at --address http://127.0.0.1:9" in printed
     assert "Traceback" not in printed
+
+
+def test_a_warning_of_ours_is_a_sentence_and_one_of_others_keeps_its_place() -> None:
+    ours, others = launch.__file__, argparse.__file__
+    with sentences():
+        assert warnings.formatwarning("It is so.", UserWarning, ours, 1) == "dmuon: It is so.\n"
+        assert "argparse.py:1: UserWarning" in warnings.formatwarning("x", UserWarning, others, 1)
+        assert "FutureWarning" in warnings.formatwarning("x", FutureWarning, ours, 1)
+    assert "UserWarning" in warnings.formatwarning("It is so.", UserWarning, ours, 1)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from dmuon_platform import driver_lease
-from dmuon_platform.driver_lease import AlreadyRunning, Driver, DriverLease
+from dmuon_platform.driver_lease import Driver, DriverLease
 from dmuon_platform.durable_file import write_whole
+from dmuon_platform.errors import AlreadyRunning
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.stop_request import After, StopFile, StopRequest
 

@@ -3,12 +3,28 @@
 import pickle
 
 import pytest
-from dmuon_platform.errors import Diverged, FatalError, GracefulStop, PlatformError, SpecError
+from dmuon_platform.errors import (
+    AlreadyRunning,
+    Diverged,
+    FatalError,
+    GracefulStop,
+    NoCluster,
+    PlatformError,
+    SpecError,
+)
 
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [(PlatformError, 1), (SpecError, 78), (GracefulStop, 75), (Diverged, 86), (FatalError, 70)],
+    [
+        (PlatformError, 1),
+        (SpecError, 78),
+        (GracefulStop, 75),
+        (Diverged, 86),
+        (FatalError, 70),
+        (AlreadyRunning, 3),
+        (NoCluster, 69),
+    ],
 )
 def test_an_error_survives_pickling_with_its_exit_code(
     kind: type[PlatformError], code: int

@@ -1,10 +1,12 @@
 """What a run keeps of the folders that it was started from."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from dmuon_platform.errors import FatalError
 from dmuon_platform.origin import check_restored, keep_origin, start_of
+from dmuon_platform.preflight import resolve
 from dmuon_platform.spec import JobSpec, job_of
 from small_job import small
 
@@ -31,6 +33,18 @@ def test_all_but_weights_is_kept_once(tmp_path: Path) -> None:
     keep_origin(spec)
     assert (kept / "model" / "config.json").read_text(encoding="utf-8") == "config.json"
     assert [path.name for path in spec.run_dir.iterdir()] == ["origin"]
+
+
+def test_a_job_that_names_no_tokenizer_means_that_of_its_model_also_when_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    spec = job(tmp_path)
+    keep_origin(spec)
+    shutil.rmtree(tmp_path / "pretrained")
+    document = small(storage=str(tmp_path), model={"path": str(tmp_path / "pretrained")})
+    assert resolve(job_of(document)).data.tokenizer == spec.data.tokenizer
+    named = small(storage=str(tmp_path), model=document["model"], data__tokenizer="bytes")
+    assert resolve(job_of(named)).data.tokenizer == "bytes"
 
 
 def test_without_a_checkpoint_everything_must_be_there(tmp_path: Path) -> None:

@@ -117,6 +117,27 @@ def test_a_terminal_gets_the_same_pace(spec):
     assert "50 s left" in launch.out.getvalue()
 
 
+def test_an_evaluation_and_a_tracker_that_is_gone_are_said_at_once(spec):
+    launch = Launch(spec)
+    journal = Journal(spec.run_dir)
+    with launch.view:
+        launch.start(0)
+        journal.append("evaluated", step=0, loss=3.25, bits_per_byte=2.0625)
+        journal.append("tracking_failed", problem="http://far:5000 does not answer")
+        launch.train(1, 9)
+        journal.append("evaluated", step=9, loss=2.0)
+        journal.append("tracking_works", uri="http://far:5000")
+        launch.view.refresh()
+    lines = [line for line in launch.out.getvalue().splitlines() if not line.startswith("step")]
+    assert lines[1:] == [
+        "evaluation before the first step: loss 3.2500, 2.062 bits per byte",
+        "MLflow does not hear of everything now: http://far:5000 does not answer; the run goes "
+        "on, and the rest is told when it can be",
+        "evaluation after step 9: loss 2.0000",
+        "MLflow has been told everything again: http://far:5000",
+    ]
+
+
 def test_what_becomes_of_steps_that_do_not_count_is_said(spec):
     launch = Launch(spec)
     journal = Journal(spec.run_dir)

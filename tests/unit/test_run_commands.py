@@ -15,7 +15,7 @@ from dmuon_platform import cli, launch
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.line_file import LineFile
-from dmuon_platform.remote_jobs import meant_of, verdict
+from dmuon_platform.remote_jobs import last_words, meant_of, verdict
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_report import plain, report
 from dmuon_platform.run_state import read_run
@@ -163,7 +163,9 @@ def test_a_run_that_starts_has_no_job_yet_and_nothing_wrong_with_it(tmp_path):
 def test_a_run_that_was_killed_before_its_job_was_recorded_is_not_said_to_resume(tmp_path, capsys):
     Journal(tmp_path).append("launched", host="far", pid=7)
     assert dmuon("status", tmp_path) == 75
-    assert "interrupted; run its job again" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "interrupted; run its job again" in told
+    assert "cannot be read" not in told  # nothing of it was lost
     assert dmuon("resume", tmp_path) == 78
     assert "Run the job file again" in capsys.readouterr().err
 
@@ -191,9 +193,15 @@ def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     assert told["checkpoint"]["step"] == 30
     assert [(each["step"], each["cause"]) for each in told["restarts"]] == [(30, "rank 1 died")]
     Journal(folder).append("training_started", attempt=2, step=20, workers=[])
-    assert read_run(folder).step == 20  # it went back, and has not repeated a step yet
+    again = read_run(folder)
+    assert again.step == 20  # it went back, and has not repeated a step yet
+    assert again.metrics["train/loss"] == 1 / 20
+    assert again.evaluation == {"step": 20, "evaluation/loss": 2 / 20}
     MetricsSpool(folder).append(21, {"train/loss": 1 / 21}, time.time())
-    assert read_run(folder).step == 21
+    again = read_run(folder)
+    assert (again.step, again.metrics["train/loss"]) == (21, 1 / 21)
+    MetricsSpool(folder).append(31, {"train/loss": 5.0}, time.time())
+    assert read_run(folder).metrics == {"train/loss": 5.0}
 
 
 def test_the_time_left_is_that_of_the_steps_of_this_attempt(tmp_path):
@@ -274,6 +282,7 @@ def test_resume_launches_the_recorded_job_where_its_folder_is_now(tmp_path, monk
         (("FAILED", 86), (State.FAILED, 86)),
         (("FAILED", -9), (State.INTERRUPTED, 75)),
         (("FAILED", 137), (State.INTERRUPTED, 75)),
+        (("FAILED", 3), (State.FAILED, 1)),
         (("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), (State.INTERRUPTED, 75)),
         (("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE"), (State.FAILED, 1)),
     ],
@@ -283,6 +292,14 @@ def test_a_remote_job_is_told_like_a_run_in_a_folder(ray, told):
     assert verdict(JobStatus(status), *rest) == told
 
 
+def test_what_a_job_has_printed_is_shown_without_colours_and_where_ray_says_it():
+    place = "2026-11-30 10:00:01,123\tINFO job_manager.py:568 -- "
+    said = f"{place}\x1b[1mRuntime env\x1b[22m is set up.\n"
+    assert last_words(f"step 1\n{said}\n \n") == "Runtime env is set up."
+    assert last_words("\x1b[36m(pid=1)\x1b[0m step 2/9  loss 1.0\n") == "(pid=1) step 2/9  loss 1.0"
+    assert last_words("\n") is None
+
+
 @pytest.mark.parametrize(
     ("jobs", "meant"),
     [
@@ -290,14 +307,20 @@ def test_a_remote_job_is_told_like_a_run_in_a_folder(ray, told):
         ([("RUNNING", 1), ("FAILED", 2)], 1),
         ([("RUNNING", 1), ("PENDING", 2)], 1),
         ([("FAILED", 1), ("PENDING", None)], None),
+        ([("SUCCEEDED", 1), ("FAILED", 2, 3)], 1),
+        ([("FAILED", 1, 3), ("FAILED", 2, 3)], 2),
     ],
 )
 def test_of_several_submissions_of_a_run_one_that_runs_is_meant(jobs, meant):
     details = [
         JobDetails(
-            type=JobType.SUBMISSION, entrypoint="x", status=JobStatus(status), start_time=started
+            type=JobType.SUBMISSION,
+            entrypoint="x",
+            status=JobStatus(status),
+            start_time=started,
+            driver_exit_code=code[0] if code else None,
         )
-        for status, started in jobs
+        for status, started, *code in jobs
     ]
     assert meant_of(details).start_time == meant
 

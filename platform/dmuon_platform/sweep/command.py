@@ -15,13 +15,13 @@ from pathlib import Path
 from dmuon_platform import matplotlib_cache, preflight
 from dmuon_platform.data import check_size, find_dataset
 from dmuon_platform.data.info import DatasetInfo
-from dmuon_platform.driver_lease import AlreadyRunning, DriverLease
+from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.durable_file import write_whole
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import AlreadyRunning, PlatformError
 from dmuon_platform.events import Journal
 from dmuon_platform.git_state import git_state
-from dmuon_platform.launch import DATA_FOLDER
 from dmuon_platform.ray_session import RaySession
+from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.data import DataSpec
 from dmuon_platform.sweep.grid import Grid, Point, make_points
@@ -84,13 +84,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Have the folder of the sweep for this command.
 
     Raises:
-        PlatformError: Another one has it.
+        AlreadyRunning: Another one has it.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(DriverLease(folder, None, None))
         except AlreadyRunning as error:
-            raise PlatformError(
+            raise AlreadyRunning(
                 f"Another dmuon sweep is at work in {folder}: wait for it, end it, or give this "
                 "one another --output."
             ) from error
