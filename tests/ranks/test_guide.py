@@ -1,16 +1,19 @@
 """The guide for torchrun: its files and commands, run as they are printed."""
 
+import json
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from printed import block, losses_of, run, run_forked
 
 import dmuon
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
-transformers.LlamaForCausalLM  # noqa: B018 - forked ranks inherit it
+transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel  # noqa: B018 - forked ranks inherit them
 
 GUIDE = "dmuon/GUIDE.md"
 
@@ -56,28 +59,92 @@ def test_the_checkpoint_opens_without_dmuon(
     assert "import " in run(block(GUIDE, "commands: load.py", "bash").strip(), folder)
 
 
+def _tuned(model: str) -> str:
+    """The script with what fine-tuning puts in the place of its own lines."""
+    script = block(GUIDE, "file: train.py", "python")
+    for first, after, heading in (
+        ("config = LlamaConfig(", "optimizer = dmuon.Muon(", model),
+        ("library = ", "global_batch = ", "text in train.py"),
+    ):
+        begin, end = script.index(first), script.index(after)
+        script = script[:begin] + block(GUIDE, heading, "python") + script[end:]
+    line = '        files = {"config.json": config.to_json_string().encode()}\n'
+    assert line in script
+    return script.replace(
+        line, f"{line}        {block(GUIDE, 'add to files in train.py', 'python')}"
+    )
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One as GPT-2 has it, of two files, that cuts text into bytes; each id is its byte."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    signs = {byte: chr(byte) for byte in shown}
+    signs |= {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+    vocab = {sign: byte for byte, sign in signs.items()} | {"<|endoftext|>": 256}
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+def _ids(folder: Path) -> list[int]:
+    return list(transformers.AutoTokenizer.from_pretrained(folder)("naïve = 1\n")["input_ids"])
+
+
 def test_fine_tuning_begins_with_the_pretrained_loss_and_keeps_the_tokenizer(
     trained: tuple[Path, list[dict[int, float]]],
 ) -> None:
     folder, losses = trained
-    script = block(GUIDE, "file: train.py", "python")
-    begin, end = script.index("config = LlamaConfig("), script.index("optimizer = dmuon.Muon(")
-    tuned = script[:begin] + block(GUIDE, "replace in train.py", "python") + script[end:]
-    line = '        files = {"config.json": config.to_json_string().encode()}\n'
-    assert line in tuned
-    more = block(GUIDE, "add to files in train.py", "python")
-    tuned = tuned.replace(line, f"{line}        {more}")
-    tuned = tuned.replace("\nlibrary = ", f"\n{_OTHER_RATES}\nlibrary = ")
+    tuned = _tuned("replace in train.py")
+    tuned = tuned.replace("\nimport tempfile", f"\n{_OTHER_RATES}\nimport tempfile")
     (folder / "tune.py").write_text(tuned, encoding="utf-8")
     shutil.copytree(folder / "checkpoints" / "step-000060", folder / "pretrained")
-    (folder / "pretrained" / "tokenizer.json").write_text("{}")
+    _write_tokenizer(folder / "pretrained")
     first = losses_of(
         run_forked(
             "torchrun --standalone --nproc-per-node 2 tune.py --steps 2 --folder tuned", folder
         )
     )[1]
     assert first < losses[0][1] * 0.7
-    assert (folder / "tuned" / "step-000002" / "tokenizer.json").read_text() == "{}"
+    assert _ids(folder / "tuned" / "step-000002") == list("naïve = 1\n".encode())
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_gpt2_is_fine_tuned_by_whatever_names_its_weights_have(
+    has_prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``GPT2Model`` saves without ``transformer.``, as the folders on the hub are."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=257,
+        n_positions=128,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        initializer_range=0.2,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    (model if has_prefix else model.transformer).save_pretrained(tmp_path / "pretrained")
+    with safetensors.safe_open(tmp_path / "pretrained" / "model.safetensors", "pt") as file:
+        assert ("transformer.wte.weight" in file.keys()) == has_prefix  # noqa: SIM118
+    _write_tokenizer(tmp_path / "pretrained")
+    short = ('glob("*.py")', 'glob("a*.py")')  # of the text, to cut it in less time
+    script = _tuned("GPT-2 in train.py").replace(*short)
+    (tmp_path / "tune.py").write_text(script, encoding="utf-8")
+    output = run_forked("torchrun --standalone --nproc-per-node 2 tune.py --steps 1", tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    data = {"torch": torch, "sysconfig": sysconfig, "Path": Path}
+    exec(block(GUIDE, "text in train.py", "python").replace(*short), data)
+    first = torch.randperm(len(data["rows"]), generator=torch.Generator().manual_seed(0))[:16]
+    rows = data["rows"][first]
+    with torch.no_grad():
+        loss = model(input_ids=rows, labels=rows).loss.item()
+    assert losses_of(output)[1] == pytest.approx(loss, abs=2e-4)
+    assert _ids(tmp_path / "checkpoints" / "step-000001") == list("naïve = 1\n".encode())
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoints" / "step-000001")
+    assert not torch.equal(saved.transformer.wte.weight, model.transformer.wte.weight)
 
 
 _OTHER_RATES = f"""
