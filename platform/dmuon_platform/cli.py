@@ -331,7 +331,9 @@ def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit codes: 0 good, 1 damaged or different, 2 it cannot be done as asked."
+    parser.epilog = (
+        "Exit codes: 0 good, 1 damaged, unfinished or different, 2 it cannot be done as asked."
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="the checkpoints in a folder, oldest first")
     listing.add_argument("folder", metavar="FOLDER", help="that checkpoints are in, or a run's")

@@ -142,8 +142,18 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation(run: RunState) -> str | None:
-    values = [f"{k.partition('/')[2]} {v:.4f}" for k, v in run.evaluation.items() if "/" in k]
-    return f"{', '.join(values)} at step {run.evaluation['step']:.0f}" if values else None
+    loss = run.evaluation.get("evaluation/loss")
+    if loss is None:
+        return None
+    text = f"loss {loss:.4f}"
+    bits, bigram = (
+        run.evaluation.get(f"evaluation/{name}bits_per_byte") for name in ("", "bigram_")
+    )
+    if bits is not None:
+        text += f", {bits:.3f} bits per byte"
+    if bigram is not None:
+        text += f" (a bigram model has {bigram:.3f})"
+    return f"{text} at step {run.evaluation['step']:.0f}"
 
 
 def _restart(restart: Restart) -> str:

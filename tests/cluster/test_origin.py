@@ -13,6 +13,17 @@ from mlflow_runs import history
 pytestmark = pytest.mark.cluster
 
 
+def _fine_tuning(earlier, text, start):
+    """A job that starts from copies of an earlier run's export, and of its text."""
+    shutil.copytree(earlier.folder / "export", start / "model")
+    shutil.copyfile(text, start / "text.txt")
+    run = driver.make_run(start.parent, start / "text.txt", steps=10)
+    head, _, rest = run.job.read_text().partition("[model]")
+    model = f'[model]\npath = "{start / "model"}"\n\n[data]'
+    run.job.write_text(head + model + rest.partition("[data]")[2])
+    return run
+
+
 def _check_start(run, earlier, output):
     """What it starts from is what the earlier run came to, wherever that is shown."""
     begun, ended = run.metrics()[0], earlier.metrics()[driver.STEPS]
@@ -35,12 +46,7 @@ def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
     pytest.importorskip("transformers", reason="needs the hf extra")
     earlier, _ = reference
     start = tmp_path / "start"
-    shutil.copytree(earlier.folder / "export", start / "model")
-    shutil.copyfile(text, start / "text.txt")
-    run = driver.make_run(tmp_path, start / "text.txt", steps=10)
-    head, _, rest = run.job.read_text().partition("[model]")
-    model = f'[model]\npath = "{start / "model"}"\n\n[data]'
-    run.job.write_text(head + model + rest.partition("[data]")[2])
+    run = _fine_tuning(earlier, text, start)
     code, output = driver.run("run", run.job)
     assert code == 0, output
     _check_start(run, earlier, output)
@@ -50,8 +56,13 @@ def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
     for job in (run.job, run.folder / "job.toml"):
         code, output = driver.run("validate", job, "--set", "train.steps=20")
         assert code == 0, output
+    unfinished = run.folder / "checkpoints" / "step-00000005.writing-a0"
+    unfinished.mkdir()
     code, output = driver.run("resume", run.folder, "--set", "train.steps=20")
     assert code == 0, output
+    assert output.count(f"{unfinished} is not a whole checkpoint") == 1, output
+    assert "UserWarning" not in output
+    assert len(run.events("checkpoint_damaged")) == 1
     assert "its text is not where data.source says" in output
     assert run.events("training_started")[-1]["step"] == 10
     metrics = run.metrics()

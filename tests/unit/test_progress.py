@@ -4,12 +4,15 @@ import io
 import math
 import re
 import time
+from functools import partial
 
 import pytest
+from dmuon_platform import launch
 from dmuon_platform.events import Journal
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.store import CheckpointStore
 from rich.console import Console
 from small_job import small
 
@@ -152,3 +155,15 @@ def test_what_becomes_of_steps_that_do_not_count_is_said(spec):
     assert "the update of step 10 was dropped: loss nan, gradient norm 1.0" in said
     assert "went back from step 10 to 5" in said
     assert "batches 5 to 9 are left out" in said
+
+
+def test_what_is_damaged_at_the_end_is_said_in_a_sentence_unless_the_workers_have(spec):
+    folder = spec.run_dir / "checkpoints" / "step-00000009.writing-a0"
+    folder.mkdir(parents=True)
+    journal, out = Journal(spec.run_dir), io.StringIO()
+    for _ in range(2):
+        tell = partial(launch._tell_damage, journal, Console(file=out, width=500))
+        assert CheckpointStore(spec.run_dir, tell).newest_verified() is None
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith(f"{folder} is not a whole checkpoint: it was never committed")
+    assert [event["kind"] for event in journal.read()] == ["checkpoint_damaged"]

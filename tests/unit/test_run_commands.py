@@ -192,6 +192,14 @@ def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     assert told["tokens_per_s"] == 115.5
     assert told["checkpoint"]["step"] == 30
     assert [(each["step"], each["cause"]) for each in told["restarts"]] == [(30, "rank 1 died")]
+    bits = {"evaluation/bits_per_byte": 2.5, "evaluation/bigram_bits_per_byte": 3.0}
+    MetricsSpool(folder).append(30, bits, time.time())  # of a step that was done again
+    MetricsSpool(folder).append(31, {"evaluation/loss": 0.5, **bits}, time.time())
+    assert dmuon("status", "mine", "--storage", tmp_path) == 75
+    assert (
+        "evaluation   loss 0.5000, 2.500 bits per byte (a bigram model has 3.000) at step 31\n"
+        in re.sub("evaluation +", "evaluation   ", capsys.readouterr().out)
+    )
     Journal(folder).append("training_started", attempt=2, step=20, workers=[])
     again = read_run(folder)
     assert again.step == 20  # it went back, and has not repeated a step yet
@@ -200,7 +208,7 @@ def test_status_tells_the_newest_of_everything(tmp_path, capsys):
     MetricsSpool(folder).append(21, {"train/loss": 1 / 21}, time.time())
     again = read_run(folder)
     assert (again.step, again.metrics["train/loss"]) == (21, 1 / 21)
-    MetricsSpool(folder).append(31, {"train/loss": 5.0}, time.time())
+    MetricsSpool(folder).append(32, {"train/loss": 5.0}, time.time())
     assert read_run(folder).metrics == {"train/loss": 5.0}
 
 
