@@ -82,7 +82,7 @@ def test_two_sweeps_at_a_time_would_write_over_each_other(
     folder = job.parent / "runs" / "small-sweep"
     folder.mkdir()
     with DriverLease(folder, None, None):
-        assert cli.main(["sweep", str(job), *FIRST]) == 1
+        assert cli.main(["sweep", str(job), *FIRST]) == 3
     assert "another --output" in capsys.readouterr().err
 
 
