@@ -21,7 +21,8 @@ from dmuon_platform.text_table import text_table
 STALL_STEPS = 20
 LEAST_STALL_S = 10.0
 """A rank counts as stuck after as long as so many of the slowest steps, and at least so long: the
-default would make every frozen rank cost minutes."""
+default would make every frozen rank cost minutes. The first step is none of them, since a pulse is
+patient with what it sees for the first time."""
 
 MANY = 1000
 """Failures allowed: they are made on purpose."""
@@ -81,10 +82,10 @@ def undisturbed_run(job: JobSpec, folder: Path) -> JobSpec:
 def prepared(undisturbed: JobSpec) -> JobSpec:
     """Return the job with faults that are noticed soon and never too many."""
     records, _ = MetricsSpool(undisturbed.run_dir).read_from(0)
-    seconds = [sum(v for k, v in r.metrics.items() if k.startswith("time/")) for r in records]
+    seconds = [sum(v for k, v in r.metrics.items() if k.startswith("time/")) for r in records[1:]]
     document = undisturbed.model_dump(mode="json")
     document["faults"] |= {
-        "stall_s": max(LEAST_STALL_S, round(STALL_STEPS * max(seconds), 1)),
+        "stall_s": max(LEAST_STALL_S, round(STALL_STEPS * max(seconds, default=0.0), 1)),
         "max_failures": MANY,
         "max_losses": MANY,
     }

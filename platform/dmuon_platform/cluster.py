@@ -41,6 +41,9 @@ RAY_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # `driving` watches for machines that leave
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
+    # Idle workers at the start, which no actor of Ray Train can use: those have an environment.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
     "RAY_worker_niceness": "0",  # else everything else on the machine goes before the training
 }
 """How fast Ray notices things. What a job computes does not depend on any of it."""

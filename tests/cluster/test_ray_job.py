@@ -14,6 +14,7 @@ import psutil
 import pytest
 import tries
 from cluster import driver
+from dmuon_platform.data import BYTES, load_tokenizer, tokenise
 
 pytestmark = pytest.mark.cluster
 
@@ -39,6 +40,7 @@ def _start_head():
     ports = {"gcs": _free_port(), "jobs": _free_port()}
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+    env |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     # The job's command says `python`: it must be the one of this environment.
     env["PATH"] = os.pathsep.join([str(RAY.parent), env.get("PATH", "")])
     command = [
@@ -136,10 +138,13 @@ def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text
     assert "16 CPUs" in run.events("waiting")[-1]["what"]
 
 
-def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_name(head, tmp_path):
+def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_name(
+    head, text, tmp_path
+):
     env, ports = head
     server = ("--address", f"http://127.0.0.1:{ports['jobs']}")
-    submit = ("submit", "jobs/tiny_cpu.toml", *server, "--set", "name=watched")
+    data = _prepared_by_the_cluster(text, tmp_path)
+    submit = ("submit", "jobs/tiny_cpu.toml", *server, "--set", "name=watched", *data)
     changes = ("storage=watched-runs", "train.steps=100000")
     code, output = driver.run(*submit, *changes, RAY_AUTH_MODE="disabled")
     assert code == 0, output
@@ -170,6 +175,15 @@ def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_nam
     assert "2 workers train from step 0" in told
     assert driver.run("status", watched.folder)[0] == 75
     assert _ask("status", "--storage", str(tmp_path / "elsewhere"))[0] == 66
+
+
+def _prepared_by_the_cluster(text: Path, folder: Path) -> tuple[str, str]:
+    """Settings for a text that is much for a vocabulary, so that tasks of Ray Data divide it."""
+    much, tokenizer = folder / "much.txt", folder / "tokenizer.json"
+    much.write_text(text.read_text() * 8)
+    assert much.stat().st_size > tokenise._GROUP_BYTES
+    tokenizer.write_text(load_tokenizer(BYTES).to_json())
+    return f"data.source={much}", f"data.tokenizer={tokenizer}"
 
 
 def _ask(action: str, *arguments: str) -> tuple[int, str]:

@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from dmuon_platform.data.documents import cut_passages, read_documents
-from dmuon_platform.data.tokenizer import TextTokenizer
+from dmuon_platform.data.tokenizer import ByteTokenizer, TextTokenizer
 from dmuon_platform.data.writer import Passage
 from dmuon_platform.errors import PlatformError, SpecError
 
 _GROUP_BYTES = 4 << 20  # files of one task, unless a single one is larger; no less is divided
+_BYTES_ARE_FASTER = 16  # than a vocabulary by about so much: Ray Data is worth its start later
 _YIELD_BYTES = 4 << 20  # text of one block of results
 
 _SCHEMA = pa.schema(
@@ -89,7 +90,8 @@ def tokenise_files(files: Sequence[Path], task: TokeniseTask) -> Iterator[Passag
         SpecError: A file cannot be read.
     """
     groups = _group(files)
-    if sum(file.stat().st_size for file in files) <= _GROUP_BYTES:
+    pace = _BYTES_ARE_FASTER if isinstance(task.tokenizer, ByteTokenizer) else 1
+    if sum(file.stat().st_size for file in files) <= pace * _GROUP_BYTES:
         yield from _in_order(task(pa.Table.from_pylist(groups)))
     else:
         yield from _on_all_cpus(groups, task)
