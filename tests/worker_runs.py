@@ -12,13 +12,14 @@ from dmuon_platform.assembly import assemble
 from dmuon_platform.data import Dataset, open_dataset
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.place import Place
-from dmuon_platform.pulse import Pulse
+from dmuon_platform.pulse import Pulse, catch_sigterm
 from dmuon_platform.record import Record
 from dmuon_platform.saving import Saving
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.stop_request import After, StopFile, StopRequest
 from dmuon_platform.training import Training
 from dmuon_platform.worker import train
+from ranks_runner import run_ranks
 from small_job import small
 from unit.data_builders import build
 
@@ -100,6 +101,17 @@ def run_worker(
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
         saving = Alone(spec, place, attempt, {}, pulse.at)
         return train(spec, training, saving, pulse, Record(spec, place, attempt), plan)
+
+
+def run_on_forked_ranks(spec: JobSpec, data: Path) -> None:
+    """Train a job whose workers are two, as Ray's would, in its own folder of a run."""
+
+    def body(rank: int) -> None:
+        catch_sigterm()
+        run_worker(spec, data=data)
+
+    spec.run_dir.mkdir(exist_ok=True)
+    run_ranks(2, body, timeout_s=120)
 
 
 def ask_to_stop(spec: JobSpec, reason: str, after: After = After.END) -> None:

@@ -24,6 +24,9 @@ NO_COMMANDS = (
 )
 """What Ray's autoscaler wants to be told and does not need for raylets of its own machine."""
 
+HEAD_TYPE = "ray.head.default"
+"""By any other name the autoscaler does not find the head, and starts one after the other."""
+
 
 class Machines:
     """A Ray head without room for workers, and raylets that stand for machines.
@@ -36,6 +39,8 @@ class Machines:
         self.folder = tempfile.mkdtemp(prefix="dmuon-nodes-", dir="/tmp")
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self._env = env | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._env |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+        self._autoscales = autoscales
         self._processes: list[subprocess.Popen] = []
         self.address = f"127.0.0.1:{_free_port()}"
         more = self._autoscaler() if autoscales else []
@@ -64,9 +69,9 @@ class Machines:
             "max_workers": 1,
             "upscaling_speed": 1.0,
             "idle_timeout_minutes": 60,
-            "head_node_type": "head",
+            "head_node_type": HEAD_TYPE,
             "available_node_types": {
-                "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                HEAD_TYPE: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
                 "machine": {"resources": machine, "node_config": {}, "max_workers": 1},
             },
         }
@@ -85,8 +90,12 @@ class Machines:
         there = self._all_processes()
         command = [RAY, "start", "--block", *arguments, f"--num-cpus={cpus}"]
         command += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
+        command += ["--include-log-monitor=false"]  # nobody reads what it sends
         if "--head" in arguments:
-            command += [f"--temp-dir={self.folder}"]
+            command += [
+                f"--temp-dir={self.folder}",
+                *([] if self._autoscales else ["--no-monitor"]),
+            ]
         process = subprocess.Popen(
             command,
             env=self._env,

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 from cluster import driver
 from dmuon_platform.data import open_dataset
-from dmuon_platform.pulse import catch_sigterm
 from dmuon_platform.run_comparison import compare
 from dmuon_platform.spec import JobSpec, load_job
-from ranks_runner import run_ranks
-from worker_runs import run_worker
+from worker_runs import run_on_forked_ranks
 
 pytestmark = pytest.mark.cluster
 
@@ -30,15 +28,9 @@ def inject(*faults: str) -> str:
 
 def on_forked_ranks(run: driver.Run, data: Path) -> JobSpec:
     """Train without Ray, with the faults that change the weights and no others."""
-
-    def body(rank: int, spec: JobSpec) -> None:
-        catch_sigterm()
-        run_worker(spec, data=data)
-
     for settings in ([SKIP, inject(NAN, STOP)], [ROLL_BACK, inject(INF)]):
         spec = load_job(run.job, ["name=expected", *settings])
-        spec.run_dir.mkdir(exist_ok=True)
-        run_ranks(2, lambda rank, spec=spec: body(rank, spec), timeout_s=120)
+        run_on_forked_ranks(spec, data)
     return spec
 
 
