@@ -169,9 +169,9 @@ class CallOrder:
         first_line = str(error).strip().split("\n", 1)[0]
         self._failure = CollectiveError(
             f"{what} did not succeed: another rank has failed, is stuck, does not make this "
-            "call, which all ranks must, or is slower than the timeout of the process group. The "
-            "first error among the ranks is the cause. Last calls of this rank: "
-            f"{_shown(self._recent)}. The backend says: {first_line}"
+            "call, which all ranks must (is it under `if rank == 0`?), or is slower than the "
+            "timeout of the process group. The first error among the ranks is the cause. Last "
+            f"calls of this rank: {_shown(self._recent)}. The backend says: {first_line}"
         )
         return self._failure
 

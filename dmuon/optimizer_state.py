@@ -214,7 +214,7 @@ def _check(dedication: Dedication, optimizer: Muon, courier: Courier) -> None:
     problems = list(courier.problems)
     found = [section for section in _SECTIONS if section in courier.described]
     if not found:
-        problems.append("no section 'dedicated' or 'fsdp2': this is no optimizer state dict")
+        problems.append(_not_ours(courier))
     for section in found:
         if courier.described[section][0] != f"a {_Section.__name__}":
             problems.append(f"{section}: must be {{name: {{key: tensor}}}}")
@@ -237,7 +237,7 @@ def _check_value(
     owner, _, key = path.rpartition("/")
     problems: list[str] = []
     if owner not in shapes:
-        problems.append(f"{path}: no such parameter in this optimizer")
+        problems.append(f"{path}: {_why_unknown(owner, shapes)}")
     elif key not in (_PARTS if owner.startswith("dedicated/") else (*MOMENTS, "step")):
         problems.append(f"{path}: no such state in this optimizer")
     elif key == "step":
@@ -248,6 +248,30 @@ def _check_value(
     elif shape != shapes[owner]:
         problems.append(f"{path}: has shape {list(shape or ())}, needs {list(shapes[owner])}")
     return problems
+
+
+def _not_ours(courier: Courier) -> str:
+    if "state" not in courier.described:
+        return "no section 'dedicated' or 'fsdp2': this is no optimizer state dict"
+    return (
+        "no section 'dedicated' or 'fsdp2': this is one of torch's, with 'state'; its moments, by "
+        "name and without those of hidden matrices, are the section 'fsdp2' (dmuon/MOVING.md, "
+        '"A checkpoint that you already have")'
+    )
+
+
+def _why_unknown(owner: str, shapes: Mapping[str, torch.Size]) -> str:
+    _, _, name = owner.partition("/")
+    if name.isdigit():
+        return (
+            "a number is no name; torch.distributed.checkpoint.state_dict.get_state_dict gives the "
+            "state by names, optimizer.state_dict() does not"
+        )
+    if f"dedicated/{name}" in shapes:
+        return "is a hidden matrix, which has no use for AdamW's moments; leave them out"
+    if f"fsdp2/{name}" in shapes:
+        return "is no hidden matrix here; its moments belong in the section 'fsdp2'"
+    return "no such parameter in this optimizer"
 
 
 def _is_number(kind: str, shape: torch.Size | None) -> bool:

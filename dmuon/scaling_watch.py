@@ -4,8 +4,10 @@
 version. So a few values are looked at, which on an accelerator nobody waits for.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -74,7 +76,7 @@ class ScalingWatch:
             f"{factor:.3g}, as torch.nn.utils.clip_grad_norm_ does; those of the "
             f"{len(self._dedicated)} hidden matrices live on their owners, where that does not "
             "arrive. Call dmuon.clip_grad_norm_(optimizer, max_norm) in its place",
-            stacklevel=4,
+            stacklevel=_level_of_caller(),
         )
 
 
@@ -108,6 +110,15 @@ class _Arriving:
             return None
         is_told_by_several = int(before.any(dim=1).sum()) > 1
         return factor if is_told_by_several and factor and abs(factor - 1) > _ROUNDING else None
+
+
+def _level_of_caller() -> int:
+    """As ``stacklevel`` of a warning from the calling function: the script's line, not torch's."""
+    libraries = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(libraries):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _first_values(params: Sequence[nn.Parameter]) -> torch.Tensor:

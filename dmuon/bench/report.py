@@ -15,8 +15,8 @@ from dmuon.bench.settings import (
 )
 
 NOTE = (
-    "All times are ratios to the AdamW step of the same round on this (shared) machine; they say "
-    "how the contenders compare here, not how fast any is."
+    "All times but CPU seconds are ratios to the AdamW step of the same round on this (shared) "
+    "machine; they say how the contenders compare here, not how fast any is."
 )
 _NAMES = {
     ADAMW: "fully_shard + AdamW",
@@ -98,6 +98,12 @@ def _notes(result: dict[str, Any], settings: Settings) -> Iterator[str]:
         "peak: MiB of tensors in training, the fullest rank."
     )
     runs = result["runs"]
+    for run in runs:
+        if run["ranks"] * run["threads"] > result["cores"] and result["device"] == "cpu":
+            yield (
+                f"{_ranks(run)} with {run['threads']} thread(s) take turns at {result['cores']} "
+                "cores here: their times say little of ranks that have cores of their own"
+            )
     for share in dict.fromkeys(f"{run['newton_schulz_per_flop']:.0%}" for run in runs):
         yield (
             f"Newton-Schulz adds {share} to the arithmetic of a step of this size; more tokens a "
@@ -106,7 +112,8 @@ def _notes(result: dict[str, Any], settings: Settings) -> Iterator[str]:
     for run in runs:
         yield (
             f"Newton-Schulz, {_ranks(run)}: the optimizer phase takes "
-            f"{run['optimizer_per_products']:.2f} times as long as its matrix products alone"
+            f"{run['optimizer_per_products']:.2f} times as long as its matrix products alone, "
+            "which no Muon does without"
         )
     for line in (_best_other, _memory, _sent, _parity):
         yield from (text for run in runs if (text := line(run)))
@@ -122,8 +129,9 @@ def _best_other(run: dict[str, Any]) -> str | None:
         return None
     step, optimizer = best["step_ratio"], best["optimizer_ratio"]
     return (
-        f"DMuon over the best other Muon ({_NAMES[best['name']]}), {_ranks(run)}: step "
-        f"{_with_spread(step)}, optimizer phase of the slowest rank {_with_spread(optimizer)}"
+        f"DMuon over the best other Muon ({_NAMES[best['name']]}) in the same round, "
+        f"{_ranks(run)}: step {_with_spread(step)}, optimizer phase of the slowest rank "
+        f"{_with_spread(optimizer)}"
     )
 
 
@@ -155,8 +163,8 @@ def _wire(run: dict[str, Any], dedicated_bytes: int) -> str:
     ]
     return (
         f"wire, {_ranks(run)}: {', '.join(kinds) or 'nothing'} a step and rank, payload "
-        f"counted by DMuon (x of its {dedicated_bytes / _MIB:.2f} MiB of matrices; broadcast floor "
-        f"{run['broadcast_floor_bytes'] / _MIB:.2f} MiB)"
+        f"counted by DMuon (x of its {dedicated_bytes / _MIB:.2f} MiB of matrices; for all ranks "
+        f"to see all {run['broadcast_floor_bytes'] / _MIB:.2f} MiB of broadcasts are needed)"
     )
 
 

@@ -3,6 +3,7 @@
 The losses of one process come from the formulas, with the batches that all those scripts read.
 """
 
+import math
 import re
 import subprocess
 import sysconfig
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from printed import block, losses_of, run, run_forked
+from ranks_runner import run_ranks
 from tiny import FormulaMuon
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 
@@ -146,6 +149,37 @@ _KEEP_FIRST_STEP = """
     if step == 0:
         torch.save(dmuon.get_model_state_dict(model), f"first{rank}.pt")
 """
+
+
+def test_the_schedule_of_another_optimizer_goes_on_in_its_middle() -> None:
+    def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+        return [group["lr"] for group in optimizer.param_groups]
+
+    def body(rank: int) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        dmuon.dedicate_params(
+            model, init_device_mesh("cpu", (1,)), lambda name, param: name == "0.weight"
+        )
+        given = {
+            "optimizer": dmuon.Muon(model, lr=0.02, adamw_lr=0.003),
+            "torch": torch,
+            "math": math,
+        }
+        exec(block(MOVING, "schedule", "python"), given)
+        optimizer = torch.optim.SGD(
+            [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 0.003)]
+        )
+        whole = torch.optim.lr_scheduler.LambdaLR(optimizer, given["scheduler"].lr_lambdas[0])
+        for _ in range(given["start"]):
+            whole.optimizer.step()
+            whole.step()
+        for _ in range(3):
+            assert rates(given["optimizer"]) == rates(whole.optimizer)
+            for each in (given["scheduler"], whole):
+                each.optimizer.step()
+                each.step()
+
+    run_ranks(1, body)
 
 
 def _one_step_of_adamw(old: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -37,7 +37,9 @@ def clipped_by_torch(model: nn.Module, optimizer: dmuon.Muon) -> list[str]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-    return [str(each.message) for each in said if each.category is UserWarning]
+    said = [each for each in said if each.category is UserWarning]
+    assert {each.filename for each in said} <= {__file__}, "the line is none of the script's"
+    return [str(each.message) for each in said]
 
 
 def expect_told(rank: int, said: list[str]) -> None:

@@ -206,6 +206,17 @@ def test_an_optimizer_dict_that_does_not_fit_is_refused_with_names() -> None:
         state["fsdp2"]["norm.weight"]["exp_avg"] = torch.zeros(5)
         with pytest.raises(dmuon.StateDictError, match=r"layers\.9\.q_proj.*no such parameter"):
             dmuon.set_optimizer_state_dict(model, optimizer, state)
+        moments = state["fsdp2"]["head.weight"]
+        hidden = next(name for name in state["dedicated"] if "layers.9" not in name)
+        others = {
+            r"this is one of torch's.*MOVING": {"state": {}, "param_groups": []},
+            "4/exp_avg: a number is no name; .*get_state_dict": {"fsdp2": {4: moments}},
+            f"{hidden}/step: is a hidden matrix.*leave them out": {"fsdp2": {hidden: moments}},
+            "head.weight/step: is no hidden matrix here": {"dedicated": {"head.weight": moments}},
+        }
+        for match, theirs in others.items():
+            with pytest.raises(dmuon.StateDictError, match=match):
+                dmuon.set_optimizer_state_dict(model, optimizer, theirs)
 
     run_ranks(2, body)
 
