@@ -66,6 +66,7 @@ def _fused(group: Mapping[str, Any], tensors: Sequence[tuple[torch.Tensor, ...]]
         each.device.type == "cpu"
         and each.is_floating_point()
         and each.is_contiguous()
+        and not each.is_neg()
         and each.dtype == param.dtype
         for param, *others in tensors
         for each in (param, *others)

@@ -10,6 +10,8 @@ from dmuon.errors import SetupError
 
 P = ParamSpec("P")
 
+_MOST_SHOWN = 80  # characters of a name
+
 _HERE = {
     **dict.fromkeys(("params", "muon_params"), "the model itself"),
     **dict.fromkeys(("use_muon", "adamw_params"), "the predicate of dedicate_params"),
@@ -50,10 +52,15 @@ def refuse_other_names(function: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def explain(where: str, unknown: Iterable[str], known: Collection[str]) -> str:
+def explain(where: str, unknown: Iterable[object], known: Collection[str]) -> str:
     """The message for settings that ``where`` does not have."""
-    told = "; ".join(_explain(name, known) for name in unknown)
+    told = "; ".join(_explain(_shown(name), known) for name in unknown)
     return f"{where} was given what it does not take: {told}. It takes {', '.join(known)}"
+
+
+def _shown(name: object) -> str:
+    text = name if isinstance(name, str) and name.isidentifier() else repr(name)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _explain(name: str, known: Collection[str]) -> str:

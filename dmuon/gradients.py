@@ -74,7 +74,7 @@ def clip_grad_norm_(
     engine.settle_gradients()
     engine.order.note_settings(max_norm if isinstance(max_norm, int | float) else None)
     engine.order.begin(Call.CLIP_GRAD_NORM)
-    engine.scaling_watch.check()
+    engine.scaling_watch.look()
     owned = list(engine.ledger.named_grads().values())
     symmetric = list(_symmetric_grads(dedication).values())
     total = _squares(owned, dedication.device)
@@ -86,12 +86,12 @@ def clip_grad_norm_(
     norm = total.sqrt()
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteGradientError(nonfinite_gradients(model_or_optimizer))
-    if max_norm == float("inf"):
-        return norm
-    factor = torch.clamp(max_norm / (norm + eps), max=1.0)
-    for grad in [*owned, *symmetric]:
-        grad.mul_(factor.to(grad.dtype))
-    engine.scaling_watch.note()
+    if max_norm != float("inf"):
+        factor = torch.clamp(max_norm / (norm + eps), max=1.0)
+        for grad in [*owned, *symmetric]:
+            grad.mul_(factor.to(grad.dtype))
+        engine.scaling_watch.note()
+    engine.scaling_watch.tell()
     return norm
 
 

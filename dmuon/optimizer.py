@@ -148,7 +148,7 @@ class Muon(torch.optim.Optimizer):
         engine.settle_gradients()
         engine.order.note(Call.STEP)
         engine.order.note_settings([numbers_of(group) for group in self.param_groups])
-        engine.scaling_watch.check()
+        engine.scaling_watch.look()
         self._step_owned()
         engine.publish(wait=not self.replicate_async)
         for group in self.param_groups:
@@ -157,6 +157,7 @@ class Muon(torch.optim.Optimizer):
         self._witness = self._find_witness()
         self.num_steps += 1
         engine.counters.steps += 1
+        engine.scaling_watch.tell()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

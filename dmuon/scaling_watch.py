@@ -29,7 +29,8 @@ class ScalingWatch:
     """Warns, once, when gradients of symmetric parameters were multiplied after backward.
 
     When a backward is over, autograd and ``fully_shard`` are done with them. From then until the
-    step all may not be multiplied by one factor, but by ``dmuon.clip_grad_norm_``.
+    step all may not be multiplied by one factor, but by ``dmuon.clip_grad_norm_``. Two of them have
+    to show it, by values that are not zero.
 
     Args:
         params: symmetric parameters; none: nothing is noticed.
@@ -43,28 +44,31 @@ class ScalingWatch:
         held = [(param, local) for param, local in held if local.numel()]
         self._params = [p for p, _ in sorted(held, key=lambda x: (x[1].ndim, x[1].numel()))]
         self._dedicated = dedicated
+        self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._sample: _Sample | None = None
         self._arriving: _Arriving | None = None
 
     def note(self) -> None:
         """Gradients are now as they should be. Local."""
-        having = [param for param in self._params if param.grad is not None]
+        having = [param for param in self._params if _has_gradient(param)]
         last = len(having) - 1  # from the smallest, of which every value counts, to the largest
         params = [having[n * last // (_NUM_PARAMS - 1)] for n in range(_NUM_PARAMS) if last > 0]
         params = list(dict.fromkeys(params))
-        self._sample = _Sample(params, _first_values(params)) if params else None
+        self._sample = _Sample(params, self._values(params)) if params else None
 
-    def check(self) -> None:
-        """Warn if all were multiplied since; on an accelerator the next call does it. Local."""
-        self._read()
+    def look(self) -> None:
+        """Look at them before anybody else changes them; ``tell`` says what was seen. Local."""
         sample = self._sample
         if sample is None or self._arriving is not None:
             return
-        if all(param.grad is not None for param in sample.params):
-            self._arriving = _Arriving(sample.values, _first_values(sample.params))
-            self._read()
+        if all(map(_has_gradient, sample.params)):
+            self._arriving = _Arriving(sample.values, self._values(sample.params))
 
-    def _read(self) -> None:
+    def tell(self) -> None:
+        """Warn if all had been multiplied; on an accelerator, which nobody awaits, perhaps later.
+
+        Local. It is the last thing that its callers do, since a warning may be an error.
+        """
         if self._arriving is None or not self._arriving.is_here():
             return
         factor, self._arriving = self._arriving.factor(), None
@@ -78,6 +82,18 @@ class ScalingWatch:
             "arrive. Call dmuon.clip_grad_norm_(optimizer, max_norm) in its place",
             stacklevel=_level_of_caller(),
         )
+
+    def _values(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Of the gradients, one row a parameter, with zeros where there are fewer."""
+        rows = torch.zeros(len(params), _NUM_VALUES, device=_local(params[0]).device)
+        for row, param in zip(rows, params, strict=True):
+            assert param.grad is not None  # looked for
+            local = _local(param.grad)
+            if param not in self._places:
+                self._places[param] = _places_in(local)
+            values = torch.take(local, self._places[param])
+            row[: len(values)] = values
+        return rows
 
 
 class _Arriving:
@@ -121,15 +137,15 @@ def _level_of_caller() -> int:
     return level
 
 
-def _first_values(params: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Of the gradients, one row a parameter, with zeros where there are fewer."""
-    rows = torch.zeros(len(params), _NUM_VALUES, device=_local(params[0]).device)
-    for row, param in zip(rows, params, strict=True):
-        assert param.grad is not None  # looked for
-        local = _local(param.grad)
-        values = local[(0,) * (local.ndim - 1)][:_NUM_VALUES] if local.ndim else local[None]
-        row[: len(values)] = values
-    return rows
+def _places_in(local: torch.Tensor) -> torch.Tensor:
+    """Spread over rows and columns, since rows of an embedding that were not looked up are zero."""
+    number = min(_NUM_VALUES, local.numel())
+    steps = torch.arange(number, device=local.device)
+    return (steps * (local.numel() // number) + steps) % local.numel()
+
+
+def _has_gradient(param: nn.Parameter) -> bool:
+    return param.grad is not None and param.grad.layout == torch.strided
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from wrapped import make_mesh
 
 import dmuon
+from dmuon.argument_names import explain
 
 MOVING = "dmuon/MOVING.md"
 STEPS = 5
@@ -175,6 +176,14 @@ def test_arguments_by_their_names_elsewhere_are_refused_with_those_here() -> Non
     for name, ours in found:
         with pytest.raises(dmuon.SetupError, match=f"{name} is {ours} here"):
             dmuon.Muon(nn.Linear(2, 2), **{name: None})
+
+
+def test_names_that_are_none_are_shown_and_cut() -> None:
+    known = ("lr", "momentum")
+    told = explain("here", [1, None, "a\nb", "x" * 1000, "momentun"], known)
+    assert "1 is unknown; None is unknown; 'a\\nb' is unknown" in told
+    assert "momentun is unknown, the nearest is momentum" in told
+    assert len(told) < 400
 
 
 @pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.Muon])

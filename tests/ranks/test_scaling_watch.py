@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -70,6 +71,50 @@ def test_it_is_noticed_where_fully_shard_has_one_module_and_our_clipping_follows
         expect_told(rank, clipped_by_torch(model, optimizer))
 
     run_ranks(2, body)
+
+
+class TwoSymmetric(nn.Module):
+    """No norms and no biases; the first half of the tokens never occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.hidden_proj = nn.Linear(16, 16, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden_proj(self.embedding(tokens)))
+
+
+def test_rows_of_an_embedding_that_were_not_looked_up_hide_nothing() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = TwoSymmetric()
+        dmuon.dedicate_params(model, make_mesh(1), is_proj)
+        optimizer = dmuon.Muon(model)
+        tokens = torch.arange(32, 64)
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with pytest.warns(UserWarning, match="multiplied by"):
+            optimizer.step()
+
+    run_ranks(1, body)
+
+
+def test_a_warning_that_is_an_error_comes_when_the_step_is_done_on_all_ranks() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = prepared((2, 2))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "between backward and step")
+            for step in range(3):
+                backward(model, step)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                is_first = rank == 0 and step == 0
+                with pytest.raises(UserWarning) if is_first else nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert optimizer.num_steps == 3
+
+    run_ranks(4, body)
 
 
 def clips(model: nn.Module, optimizer: dmuon.Muon) -> None:
