@@ -9,10 +9,15 @@ Content = Mapping[str, Any]
 
 
 def number(content: Content | None, key: str) -> float | None:
-    """Return a number in plain data, None where there is none."""
+    """Return a number in plain data, None where there is none or one beyond all of float64."""
     value = None if content is None else content.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return value
 
 
 def finite(content: Content | None, key: str) -> float | None:

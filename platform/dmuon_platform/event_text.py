@@ -57,7 +57,8 @@ def event_text(event: Mapping[str, Any]) -> str:
     facts["bits"] = "" if bits is None else f", {bits:.3f} bits per byte"
     try:
         return _one_line(_SENTENCES[kind].format_map(facts))
-    except (KeyError, ValueError):  # a kind of another version, or a number that is none
+    except (KeyError, TypeError, ValueError, OverflowError):
+        # a kind of another version, or a number that is none
         return _one_line(" ".join([kind.replace("_", " "), *_plain(event)]))
 
 

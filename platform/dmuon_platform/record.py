@@ -68,12 +68,12 @@ class Record:
         if self._updates is not None and updates is not None:
             self._updates.append(step, updates.to_metrics(), time.time())
 
-    def has_start(self) -> bool:
-        """Tell whether there is a line from before the first step. Collective."""
-        return self._place.from_first("look for the line of step 0", self._has_start)
+    def is_empty(self) -> bool:
+        """Tell whether there is no line of any step yet. Collective."""
+        return self._place.from_first("look for lines of earlier attempts", self._is_empty)
 
-    def _has_start(self) -> bool:
-        return self._spool is not None and self._spool.start() is not None
+    def _is_empty(self) -> bool:
+        return self._spool is not None and self._spool.is_empty()
 
     def note(self, kind: str, **data: Any) -> None:
         """Note in the journal that something happened, now or when there is room."""

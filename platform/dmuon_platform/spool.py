@@ -139,6 +139,11 @@ class MetricsSpool:
                 yield record
                 step = record.step - 1
 
+    def is_empty(self) -> bool:
+        """Tell whether nothing is known of any step."""
+        records, _ = self.read_from(0, 1)
+        return not records
+
     def start(self) -> Record | None:
         """Return what is known from before the first step, if anything: it is written first."""
         records, _ = self.read_from(0, 1)
@@ -195,6 +200,7 @@ class MetricsSpool:
 def _record(content: Mapping[str, Any]) -> Record | None:
     try:
         metrics, is_redone = dict(content["metrics"]), content.get("redone") is True
+        float(content["step"])  # one beyond all of float64 is none, as `event_facts` has it
         return Record(int(content["step"]), metrics, float(content["time"]), is_redone)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -349,7 +349,18 @@ def test_looking_at_runs_needs_neither_torch_nor_ray(tmp_path, action):
 
 def with_nonsense(content: bytes, chance: random.Random) -> bytes:
     """Some of the numbers and texts replaced by what JSON has too."""
-    nonsense = (b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 25, b'"x"', b"null", b"[]", b"{}")
+    nonsense = (
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b"-1",
+        b"9" * 25,
+        b"9" * 400,
+        b'"x"',
+        b"null",
+        b"[]",
+        b"{}",
+    )
 
     def other(found: re.Match[bytes]) -> bytes:
         return chance.choice(nonsense) if chance.random() < 0.2 else found[0]
@@ -388,6 +399,24 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
     for path in files:
         path.unlink()
     assert dmuon("status", folder) == 66
+
+
+def test_numbers_that_are_none_take_no_other_line_away(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    journal, huge = Journal(folder), int("9" * 400)
+    for facts in ({"loss": None}, {"loss": []}, {"loss": huge}, {"loss": 1, "bits_per_byte": huge}):
+        journal.append("evaluated", step=0, **facts)
+    journal.append("finished", steps=40, bits_per_byte=None)
+    LineFile(folder / "metrics.jsonl").append({"step": huge, "time": 1.0, "metrics": {"a": huge}})
+    assert dmuon("logs", folder) == 0
+    *_, _, nothing, huge_loss, evaluated, finished = capsys.readouterr().out.splitlines()
+    assert nothing.endswith("  evaluated step=0")
+    assert huge_loss.endswith(f"  evaluated step=0 loss={huge}")
+    assert evaluated.endswith("  evaluation before the first step: loss 1.0000")
+    assert finished.endswith("  finished steps=40")
+    for action in ("status", "report"):
+        assert dmuon(action, folder) == 0
+    assert "30 of 40" in capsys.readouterr().out
 
 
 def test_a_recorded_job_that_cannot_be_read_is_named_by_resume(tmp_path, capsys):
