@@ -98,8 +98,13 @@ def _list(arguments: argparse.Namespace) -> _Answer:
     found = dmuon.list_checkpoints(folder, newest=most)
     whole = [each for each in found.whole if each.path.name not in aside]
     whole = whole[-arguments.newest :] if arguments.newest else whole
-    passed = [(each.path, each.reason, each.is_damaged) for each in found.passed_over]
-    passed += [(e.path, aside[e.path.name], False) for e in found.whole if e.path.name in aside]
+    passed = [
+        (each.path, each.reason, each.is_damaged)
+        for each in found.passed_over
+        if each.path.name not in aside
+    ]
+    of_no_run = [*found.whole, *found.passed_over]
+    passed += [(e.path, aside[e.path.name], False) for e in of_no_run if e.path.name in aside]
     if not (whole or passed) and (runs := list(runs_in(Path(arguments.folder)))):
         raise NoCheckpointError(
             f"{arguments.folder} is the folder of all runs; name that of one: "
@@ -229,15 +234,18 @@ def _verify(arguments: argparse.Namespace) -> _Answer:
     rows: list[tuple[str, str, str]] = []
     facts: list[dict[str, Any]] = []
     for path in arguments.path:
-        reason: str | None = None
-        try:
-            about = dmuon.verify_checkpoint(path)
-            size = f"step {about.step}, {_mib(about.num_bytes)} MiB"
-            reason = why_aside(about.path.name)
-            rows.append((path, "good", size) if reason is None else (path, "unfinished", reason))
-        except dmuon.DamagedCheckpointError as error:
-            reason = error.reason
-            rows.append((path, "damaged", reason))
+        found = Path(path).resolve()  # a link and ``.`` say nothing of what is behind them
+        reason = why_aside(found.name) if found.is_dir() else None
+        if reason is not None:  # no run reads it, so its files may be as they are
+            rows.append((path, "unfinished", reason))
+        else:
+            try:
+                about = dmuon.verify_checkpoint(path)
+                size = f"step {about.step}, {_mib(about.num_bytes)} MiB"
+                rows.append((path, "good", size))
+            except dmuon.DamagedCheckpointError as error:
+                reason = error.reason
+                rows.append((path, "damaged", reason))
         facts.append({"path": path, "is_good": reason is None, "reason": reason})
     code = GOOD if all(each["is_good"] for each in facts) else DIFFERENT
     return _Answer({"checkpoints": facts}, _table(("CHECKPOINT", "", ""), rows), code)

@@ -114,6 +114,32 @@ def test_what_a_run_never_committed_is_no_checkpoint_however_whole_it_is(
     assert [each["is_good"] for each in facts["checkpoints"]] == [True, False]
 
 
+@pytest.mark.parametrize("harm", ["none", "cut", "missing", "manifest"])
+def test_what_was_never_committed_is_unfinished_in_any_state_and_by_any_name(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    unfinished = run / "step-00000003.writing-a1"
+    shutil.copytree(run / "step-2", unfinished)
+    weights = unfinished / "model-00001-of-00002.safetensors"
+    if harm == "cut":
+        cut(weights)
+    elif harm == "missing":
+        weights.unlink()
+    elif harm == "manifest":
+        (unfinished / "manifest.json").write_text("{")
+    code, facts = command.json("list", run)
+    (passed,) = facts["passed_over"]
+    assert (code, Path(passed["path"]).name) == (0, unfinished.name)
+    assert not passed["is_damaged"]
+    assert "it was never committed" in passed["reason"]
+    link = run.parent / f"latest-{harm}"
+    link.symlink_to(unfinished)
+    monkeypatch.chdir(unfinished)
+    assert command("verify", ".", link, unfinished) == 1
+    _, *lines = command.out.splitlines()
+    assert ["unfinished  it was never committed" in line for line in lines] == [True] * 3
+
+
 def test_show_tells_what_a_checkpoint_holds(written: Path, command: Command) -> None:
     assert command("show", written / "step-2") == 0
     for words in ("replicate 1, shard 2", "head.weight is embed.weight", "config.json", "GROUP 1"):

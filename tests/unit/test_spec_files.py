@@ -143,6 +143,30 @@ def test_set_is_checked_like_the_file(tmp_path: Path, assignment: str, words: st
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("assignment", "key"),
+    [
+        ("optim.lr=0.1", "optim"),
+        ("trian.steps=5", "trian"),
+        ("Optimizer.lr=1", "Optimizer"),
+        ("optimizer.lr.x=1", "optimizer.lr"),
+        ("train.optimizer.lr=1", "train.optimizer"),
+    ],
+)
+def test_a_section_is_told_by_its_option_unless_the_file_has_it(
+    tmp_path: Path, assignment: str, key: str
+) -> None:
+    path = written(tmp_path, "job.json", json.dumps(SMALL))
+    with pytest.raises(SpecError, match=rf"\n  --set {key}: "):
+        load_job(path, [assignment])
+    table: dict[str, Any] = {"x": 2}
+    *above, last = key.split(".")
+    document = small(**{"__".join([*above, last]): table})
+    path = written(tmp_path, "mine.json", json.dumps(document))
+    with pytest.raises(SpecError, match=rf"\n  {key}: "):
+        load_job(path, [assignment])
+
+
 def test_what_was_not_written_in_the_file_is_told_by_its_option(tmp_path: Path) -> None:
     text = job_of(SMALL).to_toml().replace("momentum = 0.95", "momentum = 2.0")
     path = written(tmp_path, "job.toml", text)

@@ -33,16 +33,18 @@ def load_job(
         SpecError: All that is wrong with it, one ``section.key: rule; way out`` a line, and before
             it the option for what was not written in the file.
     """
-    document = override(read_document(Path(path)), overrides)
+    file = read_document(Path(path))
+    document = override(file, overrides)
     changed = dict.fromkeys(map(key_of, overrides), "--set ")
     changed |= {key: f"{option} sets " for key, option in options.items()}
-    return job_of(document, str(path), changed)
+    return job_of(document, str(path), changed, file)
 
 
 def job_of(
     document: Document,
     source: str = "the job",
     changed: Mapping[str, str] = MappingProxyType({}),
+    file: Mapping[str, Any] = MappingProxyType({}),
 ) -> JobSpec:
     """Check plain data and return the job it describes.
 
@@ -50,6 +52,7 @@ def job_of(
         document: The data.
         source: Where it was written.
         changed: By key, what a problem with it begins with where it was written elsewhere.
+        file: What was written in the source itself.
 
     Raises:
         SpecError: As `load_job`.
@@ -60,18 +63,30 @@ def job_of(
     except ValidationError as error:
         problems = _problems(document, error)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = "\n".join(f"  {_told(problem, changed)}" for problem in problems)
+    lines = "\n".join(f"  {_told(problem, changed, file)}" for problem in problems)
     raise SpecError(f"{source} has {count}:\n{lines}")
 
 
-def _told(problem: Problem, changed: Mapping[str, str]) -> str:
-    """Return a problem as one line, with where its key or a table around it was written."""
+def _told(problem: Problem, changed: Mapping[str, str], file: Mapping[str, Any]) -> str:
+    """Return a problem as one line, with where its key or a table around it was written.
+
+    A table that the file has not was written by the change of a key in it.
+    """
+    is_in_file = _has(file, problem.key.split("."))
     beginnings = [
         beginning
         for key, beginning in changed.items()
-        if problem.key == key or problem.key.startswith(f"{key}.")
+        if f"{problem.key}.".startswith(f"{key}.")
+        or (key.startswith(f"{problem.key}.") and not is_in_file)
     ]
     return f"{beginnings[-1] if beginnings else ''}{problem}"
+
+
+def _has(table: Any, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    is_there = isinstance(table, Mapping) and path[0] in table
+    return is_there and _has(table[path[0]], path[1:])
 
 
 def _problems(document: Document, error: ValidationError) -> list[Problem]:
