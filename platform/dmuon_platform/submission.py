@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobSubmissionClient
 
 from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
-from dmuon_platform.errors import AlreadyRunning, PlatformError, SpecError
+from dmuon_platform.errors import RUNNING, AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
-from dmuon_platform.remote_jobs import NAME_KEY, STORAGE_KEY, connect, follow_output
+from dmuon_platform.remote_jobs import NAME_KEY, STORAGE_KEY, connect, follow_output, verdict
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.uploads import EXCLUDES, find_missing
 
@@ -52,7 +52,8 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         follow: Whether to print the output until the job ends.
 
     Returns:
-        0, or the job's exit code when following a job that fails.
+        0 once the job is handed over. When following it, what `dmuon status` says of it then, or 3
+        where the job was refused because its run goes on; 0 when Ctrl-C ends the following.
 
     Raises:
         PlatformError: The job is wrong, its run goes on already, or the server does not take it.
@@ -150,12 +151,14 @@ class _Submission:
         if not follow_output(self.client, self.id):
             return 0
         info = self.client.get_job_info(self.id)
-        if info.status == JobStatus.SUCCEEDED:
+        _, code = verdict(info.status, info.driver_exit_code, info.error_type)
+        if code == 0:
             return 0
         first_line, _, _ = (info.message or "").partition("\n")  # the others repeat the output
         reason, _, _ = first_line.partition(", last available logs")
         print(f"{self.id}: {info.status}. {reason}")
-        return info.driver_exit_code or PlatformError.exit_code
+        # That the run goes on already is no news to `dmuon status`, but it is to who submits it.
+        return RUNNING if info.driver_exit_code == RUNNING else code
 
 
 def _refuse_a_second(client: JobSubmissionClient, address: str, name: str, storage: str) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.jobs: list[dict[str, object]] = []
         self.status = JobStatus.SUCCEEDED
+        self.exit_code: int | None = None
 
     def list_jobs(self) -> list[JobDetails]:
         kind = JobType.SUBMISSION
@@ -147,9 +149,16 @@ class FakeServer:
                 submission_id="raysubmit_1",
                 entrypoint="x",
                 metadata=job["metadata"],
+                driver_exit_code=self.exit_code,
             )
             for job in self.jobs
         ]
+
+    def get_job_info(self, _submission: str) -> JobDetails:
+        return self.list_jobs()[-1]
+
+    async def tail_job_logs(self, _submission: str) -> AsyncIterator[str]:
+        yield "trained\n"
 
     def submit_job(self, **job: object) -> str:
         self.jobs.append(job)
@@ -176,6 +185,26 @@ def test_submit_from_a_clone_uploads_it_and_runs_its_program(server: FakeServer)
     assert isinstance(environment, dict)
     assert environment["working_dir"] == str(ROOT)
     assert "py_modules" not in environment
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "code"),
+    [
+        (JobStatus.SUCCEEDED, 0, 0),
+        (JobStatus.STOPPED, None, 75),  # by `dmuon stop --address`
+        (JobStatus.FAILED, 75, 75),
+        (JobStatus.FAILED, -9, 75),
+        (JobStatus.FAILED, 86, 86),
+        (JobStatus.FAILED, 3, 3),
+        (JobStatus.FAILED, None, 1),
+    ],
+)
+def test_who_follows_a_job_ends_as_it_did(
+    server: FakeServer, status: JobStatus, exit_code: int | None, code: int
+) -> None:
+    submit = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
+    server.status, server.exit_code = status, exit_code
+    assert cli.main([*submit, "--follow"]) == code
 
 
 def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
