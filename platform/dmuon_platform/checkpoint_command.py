@@ -103,8 +103,8 @@ def _list(arguments: argparse.Namespace) -> _Answer:
         for each in found.passed_over
         if each.path.name not in aside
     ]
-    of_no_run = [*found.whole, *found.passed_over]
-    passed += [(e.path, aside[e.path.name], False) for e in of_no_run if e.path.name in aside]
+    paths = [each.path for each in found.whole] + [each.path for each in found.passed_over]
+    passed += [(path, aside[path.name], False) for path in paths if path.name in aside]
     if not (whole or passed) and (runs := list(runs_in(Path(arguments.folder)))):
         raise NoCheckpointError(
             f"{arguments.folder} is the folder of all runs; name that of one: "
