@@ -15,4 +15,4 @@ class ExportSpec(Section):
     """Name in the MLflow model registry; none for the name of the job."""
 
     alias: str = Field("latest", min_length=1)
-    """Alias that the new version gets."""
+    """Alias that the new version gets; MLflow has "latest" for the newest one by itself."""
