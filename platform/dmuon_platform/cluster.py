@@ -90,7 +90,10 @@ def reach_head(address: str) -> None:
         OSError: Nothing answers there.
     """
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except UnicodeError as error:  # part of the name is empty or above 63 characters
+        raise OSError(f"no machine has such an address: {error}") from error
 
 
 def address_of(spec: JobSpec) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from dmuon_platform.finding import Finding, State
 from dmuon_platform.machine_checks import check_machine
 from dmuon_platform.service_checks import check_mlflow, check_ray
+from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.storage_checks import check_shared_memory, check_storage
 from dmuon_platform.text_table import text_table
 
@@ -18,7 +19,7 @@ FAILED = 1
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at everything and print it; return 0 when nothing is broken."""
-    storage = Path(arguments.storage).expanduser().absolute()
+    storage = user_path(arguments.storage).absolute()
     findings = list(examine(storage, arguments.address, arguments.tracking_uri))
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -70,6 +70,21 @@ def connect(address: str) -> JobSubmissionClient:
         ) from error
 
 
+def jobs_of(client: JobSubmissionClient, address: str) -> list[JobDetails]:
+    """Return the jobs that the server at ``address`` knows of.
+
+    Raises:
+        NoJobServer: It does not say.
+    """
+    try:
+        return client.list_jobs()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise NoJobServer(
+            f"The job server at {address} does not list its jobs ({error}). See the log of its "
+            "dashboard on the head, or correct the address."
+        ) from error
+
+
 def follow_output(client: JobSubmissionClient, submission: str) -> bool:
     """Print a job's output until it ends; return False when Ctrl-C ended that sooner."""
 
@@ -194,7 +209,7 @@ class RemoteJobs:
         return 0
 
     def _newest(self, name: str) -> JobDetails:
-        jobs = [job for job in self._client.list_jobs() if job.submission_id]
+        jobs = [job for job in jobs_of(self._client, self._address) if job.submission_id]
         mine = [j for j in jobs if name in (j.submission_id, (j.metadata or {}).get(NAME_KEY))]
         if mine:
             return meant_of(mine)

@@ -26,6 +26,7 @@ from dmuon_platform.run_folder import JOB_FILE, REPORT_FILE, run_folder, runs_in
 from dmuon_platform.run_report import plain, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
 from dmuon_platform.spec import load_job
+from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.stop_request import StopFile, StopRequest
 from dmuon_platform.tracking_files import TRACKING_FOLDER
 
@@ -54,7 +55,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def runs(arguments: argparse.Namespace) -> int:
     """Show all runs under ``storage``."""
-    storage = Path(arguments.storage).expanduser().absolute()
+    storage = user_path(arguments.storage).absolute()
     found = []
     for folder in runs_in(storage):
         try:

@@ -8,6 +8,7 @@ from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.spec import load_job
+from dmuon_platform.spec.user_path import user_path
 
 JOB_FILE = "job.toml"
 """The resolved job inside its run folder: what later launches are compared with."""
@@ -42,8 +43,8 @@ def run_folder(run: str, storage: str) -> Path:
         NoSuchRun: There is none, with the names of those that are there.
         SpecError: The job file is wrong.
     """
-    given = Path(run).expanduser()
-    folder = Path(storage).expanduser().absolute() / run
+    given = user_path(run)
+    folder = user_path(storage).absolute() / run
     if given.suffix in JOB_SUFFIXES and given.is_file():
         folder = load_job(given).run_dir
     elif len(given.parts) > 1 and not is_run(folder):

@@ -17,8 +17,16 @@ from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
 from dmuon_platform.errors import RUNNING, AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
-from dmuon_platform.remote_jobs import NAME_KEY, STORAGE_KEY, connect, follow_output, verdict
+from dmuon_platform.remote_jobs import (
+    NAME_KEY,
+    STORAGE_KEY,
+    connect,
+    follow_output,
+    jobs_of,
+    verdict,
+)
 from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.uploads import EXCLUDES, find_missing
 
 STOP_WAIT_S = 60
@@ -66,7 +74,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         environment |= _our_modules()
     wait_s = max(STOP_WAIT_S, math.ceil(spec.faults.grace_s) + STOP_MARGIN_S)
     submission = _Submission.make(address, spec.name, spec.storage, entrypoint, environment, wait_s)
-    if not Path(spec.storage).expanduser().is_absolute():
+    if not user_path(spec.storage).is_absolute():
         print(
             f"Its storage {spec.storage!r} lies in the home folder of the cluster's user; "
             "--set storage=/PATH puts it elsewhere.",
@@ -167,10 +175,10 @@ def _refuse_a_second(client: JobSubmissionClient, address: str, name: str, stora
     Raises:
         AlreadyRunning: It does.
     """
-    folder = Path(storage).expanduser() / name
+    folder = user_path(storage) / name
     if folder.is_absolute():  # else it lies somewhere on the cluster
         refuse_while_running(folder)
-    for job in client.list_jobs():
+    for job in jobs_of(client, address):
         facts = job.metadata or {}
         is_same = facts.get(NAME_KEY) == name and facts.get(STORAGE_KEY, storage) == storage
         if is_same and not job.status.is_terminal():
@@ -203,7 +211,7 @@ def _check_uploaded(job: str, spec: JobSpec) -> None:
         "data.source": [] if spec.data.source == PYTHON_STDLIB else source,
     }
     for key, given in named.items():
-        relative = [path for path in given if not Path(path).expanduser().is_absolute()]
+        relative = [path for path in given if not user_path(path).is_absolute()]
         if key == "data.source":
             _check_each(key, _sources(relative))
             continue

@@ -138,7 +138,7 @@ def is_reachable(uri: str) -> bool:
         urlopen(uri, timeout=ANSWER_S).close()
     except HTTPError:
         return True  # an answer
-    except OSError as error:  # whom to trust is MLflow's to decide
+    except (OSError, UnicodeError) as error:  # whom to trust is MLflow's to decide
         return isinstance(getattr(error, "reason", None), ssl.SSLError)
     return True
 

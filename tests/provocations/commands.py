@@ -88,6 +88,17 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
         ),
     ),
     (
+        f"run job.toml --address {'x' * 70}:6379",
+        69,
+        ("No Ray cluster answers at", "no machine has such an address", "correct the address"),
+    ),
+    (
+        "submit job.toml --address http://127.0.0.1:1 --set storage=~nosuchuser/x",
+        78,
+        ("--set storage: must be a folder, and no user here has that name", "from / on"),
+    ),
+    ("status x --storage ~nosuchuser/x", 66, ("There is no run 'x'", "~nosuchuser")),
+    (
         "run job.toml --set storage=file",
         1,
         ("cannot be written (Not a directory)", "must be a folder", "--set storage=PATH"),

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from dmuon_platform import cli, launch, remote_jobs
@@ -205,6 +207,35 @@ def test_who_follows_a_job_ends_as_it_did(
     submit = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
     server.status, server.exit_code = status, exit_code
     assert cli.main([*submit, "--follow"]) == code
+
+
+class FailingServer(BaseHTTPRequestHandler):
+    """A job server whose dashboard is there, and the rest of it is not."""
+
+    def do_GET(self) -> None:
+        is_greeting = self.path == "/api/version"
+        answer = {"version": "4", "ray_version": "2", "ray_commit": "x", "session_name": "y"}
+        body = json.dumps(answer).encode() if is_greeting else b"out of order"
+        self.send_response(200 if is_greeting else 500)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", [["submit", TINY], ["status", "x"], ["stop", "x"]])
+def test_a_job_server_that_fails_is_told_in_a_sentence(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with ThreadingHTTPServer(("127.0.0.1", 0), FailingServer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert cli.main([*command, "--address", address]) == 69
+        server.shutdown()
+    assert f"The job server at {address} does not list its jobs" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dmuon_platform.data.shards import digest_file
 from dmuon_platform.errors import SpecError
+from dmuon_platform.spec.user_path import user_path
 
 PYTHON_STDLIB = "python-stdlib"
 """The source that is always there: this interpreter's own library, as text. About 11 MB."""
@@ -73,7 +74,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def _expand(pattern: str) -> list[str]:
-    expanded = str(Path(pattern).expanduser())
+    expanded = str(user_path(pattern))
     # A file whose name happens to hold [ or * is meant literally.
     return [expanded] if Path(expanded).exists() else glob.glob(expanded, recursive=True)
 

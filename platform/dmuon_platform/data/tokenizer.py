@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dmuon_platform.errors import SpecError
+from dmuon_platform.spec.user_path import user_path
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -102,7 +103,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def _read(name: str) -> FileTokenizer:
-    path = Path(name).expanduser()
+    path = user_path(name)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

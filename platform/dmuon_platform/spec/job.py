@@ -28,6 +28,7 @@ from dmuon_platform.spec.section import Section
 from dmuon_platform.spec.toml import to_toml
 from dmuon_platform.spec.tracking import TrackingSpec
 from dmuon_platform.spec.train import TrainSpec
+from dmuon_platform.spec.user_path import user_path
 
 BYTE_VOCABULARY = 256
 """All bytes; one that UTF-8 never uses separates documents."""
@@ -72,7 +73,7 @@ class JobSpec(Section):
         """A model that was trained knows the tokens of the file in its folder."""
         match given:
             case {"model": {"path": str(path)}, "data": dict(data)} if "tokenizer" not in data:
-                file = Path(path).expanduser() / TOKENIZER_FILE
+                file = user_path(path) / TOKENIZER_FILE
                 if path and file.is_file():
                     return {**given, "data": {**data, "tokenizer": str(file)}}
         return given
@@ -95,6 +96,10 @@ class JobSpec(Section):
                 "url",
                 "must be a folder, not a URL: mount that storage on all machines, or copy "
                 "checkpoints to it with: dmuon checkpoint copy",
+            )
+        if str(user_path(storage)).startswith("~"):
+            raise PydanticCustomError(
+                "user", "must be a folder, and no user here has that name: write it from / on"
             )
         return storage
 
@@ -201,7 +206,7 @@ class JobSpec(Section):
     @property
     def run_dir(self) -> Path:
         """The folder of this run, absolute as seen from the current folder."""
-        return Path(self.storage).expanduser().absolute() / self.name
+        return user_path(self.storage).absolute() / self.name
 
     def resolve_mesh(self, num_workers: int) -> tuple[int, int]:
         """Return ``(replicate, shard)``.
@@ -221,7 +226,7 @@ class JobSpec(Section):
 
     def anchored(self, folder: Path) -> "JobSpec":
         """Return this job with an absolute ``storage``; a relative one starts at ``folder``."""
-        storage = str((folder / Path(self.storage).expanduser()).absolute())
+        storage = str((folder / user_path(self.storage)).absolute())
         return self.model_copy(update={"storage": storage})
 
     def digest(self) -> str:
