@@ -67,7 +67,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
 
 def _run(spec: JobSpec, console: Console) -> Summary:
     start = start_of(spec, spec.run_dir.parent / DATA_FOLDER)
-    preflight.check_job(start.spec, has_text=start.dataset is None)
+    preflight.check_job(start.spec, has_text=start.dataset is None, begins=start.begins)
     preflight.check_storage(spec)
     preflight.check_earlier_run(spec)
     keep_origin(start.spec)

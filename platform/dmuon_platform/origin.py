@@ -33,10 +33,12 @@ class Start:
     Attributes:
         spec: The job, with kept files in the place of those that are gone.
         dataset: That of the run; None when its text is there to be read.
+        begins: Whether there is no checkpoint to go on from.
     """
 
     spec: JobSpec
     dataset: DatasetInfo | None = None
+    begins: bool = False
 
 
 def keep_origin(spec: JobSpec) -> None:
@@ -87,7 +89,7 @@ def start_of(spec: JobSpec, cache_dir: Path) -> Start:
     store = CheckpointStore(spec.run_dir, on_damage=lambda _: None)  # the workers tell of it
     newest = next(store.newest_first(), None)
     if newest is None:
-        return Start(spec)  # nothing to go on with, so all must be there
+        return Start(spec, begins=True)  # nothing to go on with, so all must be there
     origin = spec.run_dir / ORIGIN_FOLDER
     model, data = spec.model, spec.data
     kept_model, kept_tokenizer = origin / MODEL_FOLDER, origin / TOKENIZER_FILE

@@ -3,6 +3,7 @@
 import dmuon
 from dmuon_platform import preflight
 from dmuon_platform.assembly import muon_takes
+from dmuon_platform.data import load_tokenizer
 from dmuon_platform.model import build_model, layer_modules
 from dmuon_platform.origin import start_of
 from dmuon_platform.run_folder import DATA_FOLDER
@@ -17,15 +18,17 @@ def outline(spec: JobSpec) -> str:
     """
     spec = preflight.resolve(spec)
     start = start_of(spec, spec.run_dir.parent / DATA_FOLDER)
-    preflight.check_job(start.spec, has_text=start.dataset is None)
+    preflight.check_job(start.spec, has_text=start.dataset is None, begins=start.begins)
     preflight.check_earlier_run(spec)
     spec = start.spec
     num_tokens = spec.num_steps * spec.tokens_per_step
     model = build_model(spec.model, spec.data.sequence_length, device="meta")
+    num_ids = load_tokenizer(spec.data.tokenizer).vocab_size
     lines = [
         f"{spec.name}: in {spec.run_dir}",
         f"{spec.num_steps:,} steps of {spec.tokens_per_step:,} tokens, {num_tokens:,} in all",
         f"{sum(param.numel() for param in model.parameters()):,} parameters",
+        f"tokenizer: {spec.data.tokenizer}, {num_ids:,} tokens",
     ]
     for num_workers in spec.fitting_workers:
         lines += [_division(spec, num_workers), _ownership(owner_plan(spec, num_workers))]

@@ -7,10 +7,16 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
-from dmuon_platform.data import BYTES, check_data, check_pretrained, load_tokenizer
+from dmuon_platform.data import (
+    BYTES,
+    check_data,
+    check_has_tokenizer,
+    check_pretrained,
+    load_tokenizer,
+)
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
-from dmuon_platform.model import build_model, vocabulary_size
+from dmuon_platform.model import build_model, check_weights, vocabulary_size
 from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
@@ -35,20 +41,26 @@ def resolve(spec: JobSpec) -> JobSpec:
     return with_tokenizer_of_model(absolute)
 
 
-def check_job(spec: JobSpec, *, has_text: bool = True) -> None:
+def check_job(spec: JobSpec, *, has_text: bool = True, begins: bool = True) -> None:
     """Refuse a model that cannot be built, or data that is not there or does not fit it.
 
     Args:
         spec: The job.
         has_text: Whether its text is to be read; else it was prepared before.
+        begins: Whether its weights come from ``model.path``; else from a checkpoint.
 
     Raises:
         SpecError: What does not fit.
     """
     build_model(spec.model, spec.data.sequence_length, device="meta")
     if spec.model.path is not None:
+        folder = Path(spec.model.path)
+        if begins:
+            check_weights(folder)
+            if "tokenizer" not in spec.data.model_fields_set:
+                check_has_tokenizer(folder)
         name = spec.data.tokenizer
-        check_pretrained(name, load_tokenizer(name), Path(spec.model.path))
+        check_pretrained(name, load_tokenizer(name), folder)
     if has_text:
         check_data(spec.data, vocabulary_size(spec.model))
 

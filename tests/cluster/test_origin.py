@@ -75,4 +75,4 @@ def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
     shutil.rmtree(run.folder / "checkpoints")
     code, output = driver.run("resume", run.folder, "--set", "train.steps=30")
     assert code == 78, output
-    assert "holds no config.json" in output
+    assert "there is no such folder" in output

@@ -69,7 +69,7 @@ def test_every_key_is_explained_and_every_section_fits_the_machine(
         (["no/where.toml"], "there is no folder no"),
         (["new.toml", "--data", "*.nothing"], "No file matches --data '*.nothing'"),
         (["new.toml", "--tokenizer", "none.json"], "There is no tokenizer 'none.json'"),
-        (["new.toml", "--model", "none"], "model.path: none holds no config.json"),
+        (["new.toml", "--model", "none"], "model.path: none: there is no such folder"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(

@@ -16,6 +16,7 @@ from dmuon_platform.spec.user_path import user_path
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
+_OTHER_FORMS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -158,6 +159,29 @@ def check_pretrained(name: str, tokenizer: TextTokenizer, folder: Path) -> None:
             f"trained: it would read other text than it knows. Set data.tokenizer = {str(file)!r}; "
             "to train it on other tokens on purpose, take that file out of the folder."
         )
+
+
+def check_has_tokenizer(folder: Path) -> None:
+    """Refuse to take bytes in silence for a model that was trained with another tokenizer.
+
+    Raises:
+        SpecError: The model's folder has no ``tokenizer.json``.
+    """
+    if (folder / TOKENIZER_FILE).is_file():
+        return
+    others = [name for name in _OTHER_FORMS if (folder / name).is_file()]
+    if others:
+        raise SpecError(
+            f"data.tokenizer is not set, and {folder} (model.path) has no {TOKENIZER_FILE}, but "
+            f"{' and '.join(others)}. Make the file of these, with `transformers`: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}); or "
+            f"set data.tokenizer to a {TOKENIZER_FILE} elsewhere."
+        )
+    raise SpecError(
+        f"data.tokenizer is not set, and {folder} (model.path) has no {TOKENIZER_FILE}. Put that "
+        "of the model there, or set data.tokenizer to its path; for a model whose tokens are "
+        f"bytes, write data.tokenizer = {BYTES!r}."
+    )
 
 
 def tokenizer_files(tokenizer: TextTokenizer) -> dict[str, bytes]:

@@ -11,12 +11,14 @@ from dmuon_platform.model.build import (
 from dmuon_platform.model.decoder import CausalLMOutput, LlamaDecoder
 from dmuon_platform.model.huggingface import hf_config
 from dmuon_platform.model.settings import ModelSettings
+from dmuon_platform.model.weights import check_weights
 
 __all__ = [
     "CausalLMOutput",
     "LlamaDecoder",
     "ModelSettings",
     "build_model",
+    "check_weights",
     "flops_per_token",
     "hf_config",
     "is_hidden",

@@ -10,6 +10,7 @@ from torch import nn
 
 from dmuon_platform.errors import SpecError
 from dmuon_platform.model.settings import ModelSettings
+from dmuon_platform.model.weights import has_weights
 
 MOST_MODULES = {"layers": 1000, "layer": 1000, "experts": 10_000}
 """By the last word of what ``config.json`` calls their number, such as ``num_hidden_layers``."""
@@ -61,7 +62,8 @@ def hf_config(
 def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Module:
     """Build the model of a local Hugging Face folder in float32, with its weights if it has any.
 
-    Nothing is ever downloaded. On ``"meta"`` the model is built without values.
+    A run that has a checkpoint goes on without them. Nothing is ever downloaded. On ``"meta"`` the
+    model is built without values.
 
     Raises:
         SpecError: `transformers` is missing, or the folder holds no causal language model, or one
@@ -78,7 +80,7 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
     transformers = _transformers(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if device == "meta" or not _has_weights(folder):
+        if device == "meta" or not has_weights(folder):
             with torch.device(device):
                 return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -126,20 +128,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        found = "holds no config.json" if folder.is_dir() else "there is no such folder"
         raise SpecError(
-            f"model.path: {folder} holds no config.json. It must be a local folder written by "
-            "save_pretrained; hub names are not downloaded. Of a run here name its export: its "
-            "older checkpoints are removed in time."
+            f"model.path: {folder}: {found}. It must be a local folder written by "
+            "save_pretrained; hub names are not downloaded. To train the model of an earlier run "
+            "further, name the folder `export` of that run: it stays, while checkpoints are "
+            "removed when newer ones come."
         ) from None
     except (OSError, ValueError) as error:
         raise SpecError(f"model.path: {file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise SpecError(f"model.path: {file} must hold a JSON object; name a folder of a model")
     return config
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def _transformers(folder: Path) -> ModuleType:

@@ -35,8 +35,8 @@ class DataSpec(Section):
     """The field or column of JSONL and Parquet files that holds a document's text."""
 
     tokenizer: Text = "bytes"
-    """``bytes``, or the path of a ``tokenizer.json``; if unset, that in the folder ``model.path``,
-    where there is one."""
+    """``bytes``, or the path of a ``tokenizer.json``; beside ``model.path``, if unset, that in its
+    folder, where there must be one."""
 
     sequence_length: PositiveInt = Field(examples=[1024])
     """Tokens of one sample that are predicted."""

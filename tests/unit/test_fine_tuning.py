@@ -1,0 +1,139 @@
+"""What a job with ``model.path`` is refused for before anything starts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dmuon_platform import cli
+from dmuon_platform.data import ByteTokenizer, tokenizer_files
+from dmuon_platform.preflight import check_job
+from dmuon_platform.spec import job_of
+from small_job import small
+
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+SHARDED = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of bytes that transformers has written."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=256, num_attention_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "given")
+    for name, content in tokenizer_files(ByteTokenizer()).items():
+        (tmp_path / "given" / name).write_bytes(content)
+    return tmp_path / "given"
+
+
+@pytest.fixture
+def validate(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Return `dmuon validate` of a job that fine-tunes the folder: exit code and what it says."""
+
+    def told(**changes: Any) -> tuple[int, str]:
+        document = small(storage=str(tmp_path / "runs"), model={"path": str(folder)}, **changes)
+        job = tmp_path / "job.json"
+        job.write_text(json.dumps(document), encoding="utf-8")
+        code = cli.main(["validate", str(job)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return told
+
+
+def test_a_whole_folder_is_planned_with_its_tokenizer(
+    folder: Path, validate: Callable[..., tuple[int, str]]
+) -> None:
+    code, text = validate()
+    assert code == 0, text
+    assert f"tokenizer: {folder / 'tokenizer.json'}, 256 tokens" in text
+
+
+def _remove(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _point_to_large_files(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _lose_a_shard(folder: Path) -> None:
+    whole = folder / "model.safetensors"
+    whole.rename(folder / SHARDED)
+    names = {"a": SHARDED, "b": SHARDED.replace("-00001-", "-00002-")}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+
+
+def _break_the_index(folder: Path) -> None:
+    _remove(folder)
+    (folder / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_remove, "has a config.json but no weights"),
+        (_cut, "are cut or damaged"),
+        (_point_to_large_files, "one that Git LFS keeps comes with"),
+        (_lose_a_shard, "lacks the weights model-00002-of-00002.safetensors"),
+        (_break_the_index, "cannot be read as an index of weights"),
+    ],
+)
+def test_weights_that_are_not_all_there_are_refused(
+    folder: Path,
+    validate: Callable[..., tuple[int, str]],
+    damage: Callable[[Path], None],
+    said: str,
+) -> None:
+    damage(folder)
+    code, text = validate()
+    assert code == 78, text
+    assert said in text
+    assert f"model.path: {'the weights ' if 'Git' in text else ''}{folder}" in text
+
+
+def test_pickled_weights_are_weights(
+    folder: Path, validate: Callable[..., tuple[int, str]]
+) -> None:
+    _remove(folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    assert validate()[0] == 0
+
+
+def test_a_run_with_a_checkpoint_needs_neither_weights_nor_a_tokenizer_there(
+    folder: Path,
+) -> None:
+    _remove(folder)
+    (folder / "tokenizer.json").unlink()
+    check_job(job_of(small(model={"path": str(folder)})), begins=False)
+
+
+def test_bytes_are_taken_for_a_model_only_when_the_job_says_so(
+    folder: Path, validate: Callable[..., tuple[int, str]]
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    code, text = validate()
+    assert code == 78, text
+    assert "data.tokenizer is not set" in text
+    assert "for a model whose tokens are bytes, write data.tokenizer = 'bytes'" in text
+    (folder / "vocab.json").write_text("{}", encoding="utf-8")
+    (folder / "merges.txt").write_text("", encoding="utf-8")
+    code, text = validate()
+    assert code == 78, text
+    assert "has no tokenizer.json, but vocab.json and merges.txt" in text
+    assert "Make the file of these, with `transformers`: " in text
+    assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')" in text
+    code, text = validate(data__tokenizer="bytes")
+    assert code == 0, text
+    assert "tokenizer: bytes, 256 tokens" in text
