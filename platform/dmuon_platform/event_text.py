@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmuon_platform.event_facts import finite
+from dmuon_platform.terminal_text import terminal_text
 
 
 class _Facts(dict[str, Any]):
@@ -65,7 +66,7 @@ def event_text(event: Mapping[str, Any]) -> str:
 def event_details(event: Mapping[str, Any]) -> list[str]:
     """Return what an event says beyond its one line, such as the traces of workers."""
     details = event.get(_DETAILS)
-    return details.rstrip().splitlines() if isinstance(details, str) else []
+    return terminal_text(details).rstrip().splitlines() if isinstance(details, str) else []
 
 
 def _ending(event: Mapping[str, Any]) -> str:
@@ -85,4 +86,5 @@ def _plain(event: Mapping[str, Any]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())  # first, so that no control keeps words apart
+    return " ".join(terminal_text(line).split())

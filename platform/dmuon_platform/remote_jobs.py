@@ -13,6 +13,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 from dmuon_platform.errors import INTERRUPTED, RUNNING, GracefulStop, NoCluster, PlatformError
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import NoSuchRun
+from dmuon_platform.terminal_text import terminal_text
 
 NAME_KEY = "dmuon_name"
 """Of the metadata of a submitted job: the name of its run."""
@@ -35,7 +36,6 @@ CHATTY = (
 _LIVELINESS = {JobStatus.RUNNING: 2, JobStatus.PENDING: 1}
 """Higher for one that is still there; ended ones are alike."""
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- ")
 """Time, level and source line before what Ray itself says."""
 
@@ -90,7 +90,7 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
 
     async def show() -> None:
         async for text in client.tail_job_logs(submission):
-            print(uncoloured(text), end="", flush=True)
+            print(terminal_text(text), end="", flush=True)
 
     try:
         asyncio.run(show())
@@ -103,14 +103,9 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
     return True
 
 
-def uncoloured(text: str) -> str:
-    """Return what a job has printed without what a terminal would obey, such as Ray's colours."""
-    return _CONTROL.sub("", text)
-
-
 def last_words(output: str) -> str | None:
     """Return the last line of what a job has printed, for people; None without one."""
-    lines = [line for line in uncoloured(output).splitlines() if line.strip()]
+    lines = [line for line in terminal_text(output).splitlines() if line.strip()]
     return _RAY_LINE.sub("", lines[-1]).strip() if lines else None
 
 
@@ -191,7 +186,7 @@ class RemoteJobs:
         if follow:
             follow_output(self._client, submission)
         else:
-            print(uncoloured(self._client.get_job_logs(submission)), end="")
+            print(terminal_text(self._client.get_job_logs(submission)), end="")
         return 0
 
     def stop(self, name: str, *, wait: bool) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from dmuon_platform.event_facts import clock
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_state import Restart, RunState, Worker
+from dmuon_platform.terminal_text import terminal_text
 from dmuon_platform.text_table import text_table
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
@@ -17,7 +18,7 @@ def report(run: RunState, now: float) -> str:
     rows = list(_rows(run, now))
     width = max(len(label) for label, _ in rows)
     lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
-    return "\n".join([f"{run.name}: {_headline(run)}", *lines])
+    return terminal_text("\n".join([f"{run.name}: {_headline(run)}", *lines]))
 
 
 def table(runs: Sequence[RunState], now: float) -> str:

@@ -308,6 +308,39 @@ def test_what_a_job_has_printed_is_shown_without_colours_and_where_ray_says_it()
     assert last_words("\n") is None
 
 
+OBEYED = (
+    "\x1b[2J",
+    "\x1b[38:5:1m",
+    "\x9b31m",
+    "\x1b[?25l",
+    "\x1b(B",
+    "\x1b]0;title\x07",
+    "\x1b]8;;http://far\x1b\\",
+    "\x9d0;title\x9c",
+    "\x1bP1$q\x1b\\",
+    "\x1bc",
+    "\x08",
+    "\x7f",
+    "\u202e",
+    "\u2066",
+)
+
+
+@pytest.mark.parametrize("control", OBEYED)
+def test_nothing_that_others_wrote_steers_the_terminal(control, tmp_path, capsys):
+    assert last_words(f"step{control} 1\t2{control}\n") == "step 1\t2"
+    folder = leave_run(tmp_path)
+    journal, text = Journal(folder), f"a{control}b {control} c"
+    journal.append("tracking_failed", problem=text)
+    journal.append("restarted", step=30, cause=text, details=f"{text}\nd")
+    assert dmuon("logs", folder) == dmuon("status", folder) == 0
+    said = capsys.readouterr().out
+    assert control not in said
+    assert "now: ab c; the run" in said
+    assert "after step 30: ab c\n    ab  c\n    d\n" in said
+    assert "title" not in said
+
+
 @pytest.mark.parametrize(
     ("jobs", "meant"),
     [
