@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CATALOGUE_FILE, Catalogue
 from dmuon_platform.checkpoint_delivery import CheckpointCurve, CheckpointDelivery
+from dmuon_platform.credentials import without_credentials
 from dmuon_platform.events import EVENTS_FILE, TRACKING_FAILED, TRACKING_WORKS, Journal
 from dmuon_platform.export import read_export
 from dmuon_platform.lineage import lineage_of
@@ -101,6 +102,7 @@ class Drain:
                     break
                 if self._run is None:
                     break
+        problem = None if problem is None else without_credentials(problem)
         self._complain(problem)
         self._delivered.problem = problem
         self._delivered.is_complete = problem is None
@@ -115,7 +117,8 @@ class Drain:
             Journal(self._run_dir).note(TRACKING_FAILED, problem=problem)
         elif problem is None and self._is_behind:
             self._has_complained = self._is_behind = False
-            Journal(self._run_dir).note(TRACKING_WORKS, uri=self._description.uri)
+            uri = without_credentials(self._description.uri)
+            Journal(self._run_dir).note(TRACKING_WORKS, uri=uri)
 
     def _topics(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "the run", self._open

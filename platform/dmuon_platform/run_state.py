@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
+from dmuon_platform.credentials import without_credentials
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
@@ -301,4 +302,5 @@ def _tracking(folder: Path) -> dict[str, Any]:
     delivered = TrackingFiles(folder).delivered()
     if not delivered.uri:
         return {}
-    return {"uri": delivered.uri, "run_id": delivered.run_id, "problem": delivered.problem}
+    uri = without_credentials(delivered.uri)
+    return {"uri": uri, "run_id": delivered.run_id, "problem": delivered.problem}

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dmuon_platform.cluster import reach_head
+from dmuon_platform.credentials import without_credentials
 from dmuon_platform.finding import Finding, State
 from dmuon_platform.spec.resources import HEAD
 
@@ -75,6 +76,7 @@ def check_mlflow(uri: str | None, storage: Path) -> Finding:
         return Finding("MLflow", State.GOOD, f"a database in {storage}")
     if not uri.startswith(("http://", "https://")):
         return _store(uri)
+    uri = without_credentials(uri)  # urllib would take them for a part of the host's name
     try:
         with closing(urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=TIMEOUT_S)) as it:
             version = it.read(100).decode("ascii", "replace")
@@ -91,6 +93,7 @@ def _store(uri: str) -> Finding:
     scheme, ending, _ = uri.partition("://")
     if ending and scheme.partition("+")[0] not in _SCHEMES:
         fix = "give http://HOST:5000, sqlite:///FILE or postgresql://USER@HOST/NAME"
+        uri = without_credentials(uri)
         return Finding("MLflow", State.POOR, f"{uri!r} is no tracking URI of MLflow's own", fix)
     return Finding("MLflow", State.GOOD, f"{scheme}, opened by the job")
 

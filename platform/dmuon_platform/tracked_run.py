@@ -16,6 +16,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 
 from dmuon_platform.account import user_name
+from dmuon_platform.credentials import without_credentials
 from dmuon_platform.tracking_files import Description
 
 RUN_KEY_TAG = "dmuon.run_key"
@@ -135,7 +136,8 @@ def is_reachable(uri: str) -> bool:
     if not uri.startswith(("http://", "https://")):
         return True
     try:
-        urlopen(uri, timeout=ANSWER_S).close()
+        # urllib would take user and password for a part of the host's name
+        urlopen(without_credentials(uri), timeout=ANSWER_S).close()
     except HTTPError:
         return True  # an answer
     except (OSError, UnicodeError) as error:  # whom to trust is MLflow's to decide

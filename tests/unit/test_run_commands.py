@@ -333,7 +333,7 @@ def test_nothing_that_others_wrote_steers_the_terminal(control, tmp_path, capsys
     journal, text = Journal(folder), f"a{control}b {control} c"
     journal.append("tracking_failed", problem=text)
     journal.append("restarted", step=30, cause=text, details=f"{text}\nd")
-    assert dmuon("logs", folder) == dmuon("status", folder) == 0
+    assert (dmuon("logs", folder), dmuon("status", folder)) == (0, 75)
     said = capsys.readouterr().out
     assert control not in said
     assert "now: ab c; the run" in said

@@ -1,0 +1,86 @@
+"""The user and the password in a tracking URI stay where they are needed."""
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from dmuon_platform import cli
+from dmuon_platform.credentials import without_credentials
+from dmuon_platform.drain import Drain
+from dmuon_platform.events import Journal
+from dmuon_platform.finding import State
+from dmuon_platform.service_checks import check_mlflow
+from dmuon_platform.spec import job_of
+from dmuon_platform.tracked_run import is_reachable
+from dmuon_platform.tracking import describe
+from dmuon_platform.tracking_files import TrackingFiles
+from small_job import small
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:s3cret@far:5000/x", "http://far:5000/x"),
+        ("postgresql://me:s3@cret@far/db", "postgresql://far/db"),
+        (
+            "postgresql://far/db?user=me&password=s3cret&x=1",
+            "postgresql://far/db?user=me&password=***&x=1",
+        ),
+        ("no https://me@far/api (nor http://me:x@b)", "no https://far/api (nor http://b)"),
+        ("http://far:5000/a@b", "http://far:5000/a@b"),
+        ("sqlite:////runs/me@far.db", "sqlite:////runs/me@far.db"),
+    ],
+)
+def test_only_what_is_secret_is_left_out(text: str, shown: str) -> None:
+    assert without_credentials(text) == shown
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"3.0")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_server_with_a_password_can_be_reached_and_none_is_told(port: int) -> None:
+    uri = f"http://me:s3cret@127.0.0.1:{port}"
+    assert is_reachable(uri)
+    found = check_mlflow(uri, Path())
+    assert (found.state, found.seen) == (State.GOOD, f"MLflow 3.0 at http://127.0.0.1:{port}")
+
+
+def test_a_tracker_that_fails_and_works_again_is_told_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # a drain in this process sets it
+    uri = "http://me:s3cret@127.0.0.1:1"
+    spec = job_of(small(storage=str(tmp_path), tracking={"uri": uri}))
+    spec.run_dir.mkdir()
+    (spec.run_dir / "job.toml").write_text(spec.to_toml())
+    files = TrackingFiles(spec.run_dir)
+    files.describe(describe(spec, {}, files.run_key()))
+    files.want("RUNNING")
+    Journal(spec.run_dir).append("launched", host="far", pid=7)
+    drain = Drain(spec.run_dir)
+    assert not drain.deliver()
+    drain._complain(None)
+    for arguments in (["logs"], ["status"], ["status", "--json"]):
+        cli.main([*arguments, str(spec.run_dir)])
+    said = capsys.readouterr().out
+    assert "http://127.0.0.1:1 does not answer" in said
+    assert "MLflow has been told everything again: http://127.0.0.1:1" in said
+    assert "s3cret" not in said + (spec.run_dir / "events.jsonl").read_text()
