@@ -106,12 +106,13 @@ def draft(
 def _fine_tuned(model: str, tokenizer: str | None, drafted: Sections) -> Sections:
     """The sections that a trained model changes: sizes and tokenizer are its own, rates a tenth."""
     from dmuon_platform.model.huggingface import read_config
+    from dmuon_platform.model.positions import stated_positions
 
-    longest = read_config(Path(model)).get("max_position_embeddings")
+    longest = stated_positions(read_config(Path(model)))
     data = dict(drafted["data"])
     if tokenizer is None:
         del data["tokenizer"]
-    if isinstance(longest, int):
+    if longest is not None:
         data["sequence_length"] = min(longest, data["sequence_length"])
     rates = {key: value / 10 for key, value in drafted["optimizer"].items() if key.endswith("lr")}
     return {

@@ -112,10 +112,10 @@ ROWS = [
         "correct it",
     ),
     Provocation(
-        _model({"max_position_embeddings": 32}),
+        _model({"model_type": "gpt2", "n_positions": 32}),
         SpecError,
         "data.sequence_length is 64",
-        "takes at most 32 tokens",
+        "takes at most 32 tokens (n_positions in its config.json)",
         "Set data.sequence_length=32 or less",
     ),
     Provocation(

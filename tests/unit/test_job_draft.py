@@ -28,11 +28,12 @@ def test_what_it_writes_is_a_job_of_that_name_that_can_be_planned(
     assert cli.main(["validate", str(job), "--set", f"storage={tmp_path / 'runs'}"]) == 0
 
 
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
 @pytest.mark.parametrize("hardware", [GPUS, CPUS])
 def test_of_a_model_to_fine_tune_sizes_and_tokenizer_are_its_own(
-    hardware: Hardware, tmp_path: Path
+    hardware: Hardware, key: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}', encoding="utf-8")
+    (tmp_path / "config.json").write_text(f'{{"{key}": 100}}', encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     for name, model in (("scratch", None), ("tuned", str(tmp_path))):
         text = draft(name, hardware, None, None, model)

@@ -204,11 +204,54 @@ def test_a_model_that_came_in_bfloat16_is_float32_to_whoever_opens_it_next(tmp_p
     assert config["model_type"] == "llama"
 
 
+def saved(config: object, folder: Path) -> Settings:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return Settings(path=str(folder))
+
+
+def test_sequences_beyond_a_table_of_positions_are_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "n_positions": transformers.GPT2Config(n_positions=32, **sizes),
+        "max_position_embeddings": transformers.OPTConfig(
+            max_position_embeddings=32, word_embed_proj_dim=16, ffn_dim=16, **sizes
+        ),
+        "max_seq_len": transformers.MptConfig(
+            max_seq_len=32, vocab_size=61, d_model=16, n_heads=2, n_layers=1
+        ),
+    }
+    for key, config in configs.items():
+        settings = saved(config, tmp_path / key)
+        with pytest.raises(SpecError, match=rf"at most 32 tokens \({key} in"):
+            build_model(settings, 33, device="meta")
+        build_model(settings, 32)(input_ids=tokens(2, 32))
+        with pytest.raises((IndexError, RuntimeError)):  # so it is right to refuse it
+            build_model(settings, 32)(input_ids=tokens(2, 33))
+    bare = json.loads((tmp_path / "n_positions" / "config.json").read_text())
+    del bare["n_positions"]
+    (tmp_path / "n_positions" / "config.json").write_text(json.dumps(bare))
+    with pytest.raises(SpecError, match="at most 1024 tokens"):  # what transformers then takes
+        build_model(Settings(path=str(tmp_path / "n_positions")), 1025, device="meta")
+
+
+def test_plain_rotary_positions_go_on_and_the_export_says_how_far(folder):
+    settings = Settings(path=str(folder))
+    assert build_model(settings, 64)(input_ids=tokens(2, 64)).logits.shape == (2, 64, 61)
+    assert hf_config(settings, 64)["max_position_embeddings"] == 64
+    assert hf_config(settings, 16)["max_position_embeddings"] == 32
+    config = json.loads((folder / "config.json").read_text())
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    config |= {"rope_parameters": scaled, "rope_scaling": scaled}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match=r"Set data\.sequence_length=32 or less"):
+        build_model(settings, 64, device="meta")
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path, folder):
     with pytest.raises(SpecError, match="nowhere: there is no such folder"):
         build_model(Settings(path=str(tmp_path / "nowhere")), 32)
-    with pytest.raises(SpecError, match="at most 32 tokens"):
-        build_model(Settings(path=str(folder)), 64)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "vocab_size": 3}')
     with pytest.raises(SpecError, match="does not open"):
         build_model(Settings(path=str(tmp_path)), 32)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dmuon_platform.errors import SpecError
+from dmuon_platform.model.positions import check_positions
 from dmuon_platform.model.settings import ModelSettings
 from dmuon_platform.model.weights import has_weights
 
@@ -28,6 +29,9 @@ def hf_config(
     """
     if settings.path is not None:
         config = read_config(Path(settings.path))
+        stated = config.get("max_position_embeddings")
+        if isinstance(stated, int):  # rotary positions can be trained beyond what they came with
+            config["max_position_embeddings"] = max(stated, sequence_length)
         # Weights are kept in float32, whatever they came in; transformers 4 and 5 look in turn.
         return {**config, "torch_dtype": "float32", "dtype": "float32"}
     num_heads = settings.num_attention_heads
@@ -70,22 +74,19 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
             for shorter sequences.
     """
     config_dict = read_config(folder)
-    limit = config_dict.get("max_position_embeddings")
-    if limit is not None and sequence_length > limit:
-        raise SpecError(
-            f"data.sequence_length is {sequence_length}, but the model in {folder} takes at most "
-            f"{limit} tokens (max_position_embeddings). Set data.sequence_length={limit} or less."
-        )
     _check_counts(folder, config_dict)
     transformers = _transformers(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_positions(config, sequence_length)
         if device == "meta" or not has_weights(folder):
             with torch.device(device):
                 return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         )
+    except SpecError:
+        raise
     except Exception as error:  # whatever the model's own code makes of its config.json
         raise SpecError(
             f"model.path: {folder} does not open as a causal language model: "
