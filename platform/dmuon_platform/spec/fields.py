@@ -66,15 +66,18 @@ def accepts(field: FieldInfo, kind: type) -> bool:
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """Return the known key that the unknown one at ``path`` most likely means."""
+    """Return the known key that the unknown one at ``path`` most likely means.
+
+    In a section its own keys come first; outside of all, what is close is but a section's name.
+    """
     *table, key = path
-    siblings = keys_under(table)
     synonym = SYNONYMS.get(key.lower().replace("-", "_"))
+    is_ours = synonym is not None and (not table or synonym.split(".")[:-1] == table)
+    close = difflib.get_close_matches(key, keys_under(table), n=1, cutoff=0.6)
+    if close and not is_ours:
+        return ".".join([*table, close[0]])
     if synonym is not None:
         return synonym
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    if close:
-        return ".".join([*table, close[0]])
     elsewhere = [known for known in all_keys() if known.rpartition(".")[2] == key]
     if elsewhere:
         return elsewhere[0]
