@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 import traceback
@@ -234,7 +235,8 @@ def _verify(arguments: argparse.Namespace) -> _Answer:
     rows: list[tuple[str, str, str]] = []
     facts: list[dict[str, Any]] = []
     for path in arguments.path:
-        found = Path(path).resolve()  # a link and ``.`` say nothing of what is behind them
+        # A link and ``.`` say nothing of what is behind them; a link to itself has nothing there.
+        found = Path(os.path.realpath(path))
         reason = why_aside(found.name) if found.is_dir() else None
         if reason is not None:  # no run reads it, so its files may be as they are
             rows.append((path, "unfinished", reason))

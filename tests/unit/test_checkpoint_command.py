@@ -138,6 +138,10 @@ def test_what_was_never_committed_is_unfinished_in_any_state_and_by_any_name(
     assert command("verify", ".", link, unfinished) == 1
     _, *lines = command.out.splitlines()
     assert ["unfinished  it was never committed" in line for line in lines] == [True] * 3
+    link.unlink()
+    link.symlink_to(link)
+    assert command("verify", link) in (1, 2)
+    assert command.err.startswith("dmuon: ")
 
 
 def test_show_tells_what_a_checkpoint_holds(written: Path, command: Command) -> None:
