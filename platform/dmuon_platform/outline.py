@@ -3,7 +3,7 @@
 import dmuon
 from dmuon_platform import preflight
 from dmuon_platform.assembly import muon_takes
-from dmuon_platform.data import load_tokenizer
+from dmuon_platform.data import check_size, load_tokenizer, measure_data
 from dmuon_platform.model import build_model, layer_modules
 from dmuon_platform.origin import start_of
 from dmuon_platform.run_folder import DATA_FOLDER
@@ -21,6 +21,9 @@ def outline(spec: JobSpec) -> str:
     preflight.check_job(start.spec, has_text=start.dataset is None, begins=start.begins)
     preflight.check_earlier_run(spec)
     spec = start.spec
+    info = start.dataset or measure_data(spec.data)
+    if info is not None:
+        check_size(info, spec.train.global_batch_size)
     num_tokens = spec.num_steps * spec.tokens_per_step
     model = build_model(spec.model, spec.data.sequence_length, device="meta")
     num_ids = load_tokenizer(spec.data.tokenizer).vocab_size
@@ -29,6 +32,10 @@ def outline(spec: JobSpec) -> str:
         f"{spec.num_steps:,} steps of {spec.tokens_per_step:,} tokens, {num_tokens:,} in all",
         f"{sum(param.numel() for param in model.parameters()):,} parameters",
         f"tokenizer: {spec.data.tokenizer}, {num_ids:,} tokens",
+        "text: more than is counted here; whether it fills a batch is seen when the job runs"
+        if info is None
+        else f"text: {info.num_train_sequences:,} samples an epoch, "
+        f"{info.num_validation_sequences:,} held out",
     ]
     for num_workers in spec.fitting_workers:
         lines += [_division(spec, num_workers), _ownership(owner_plan(spec, num_workers))]

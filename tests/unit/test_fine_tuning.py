@@ -1,6 +1,7 @@
 """What a job with ``model.path`` is refused for before anything starts."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,25 @@ def test_bytes_are_taken_for_a_model_only_when_the_job_says_so(
     code, text = validate(data__tokenizer="bytes")
     assert code == 0, text
     assert "tokenizer: bytes, 256 tokens" in text
+
+
+def test_text_too_short_for_a_sample_or_a_batch_is_refused_and_nothing_is_left(
+    validate: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    for length, said in [
+        (100, "training tokens, fewer than one sample of data.sequence_length + 1 = 129"),
+        (1000, "tokens, fewer than one sample of data.sequence_length + 1 = 129"),
+        (3200, "fewer than one batch of train.global_batch_size = 32"),
+    ]:
+        text.write_text("words and " * (length // 10), encoding="utf-8")
+        code, output = validate(data__source=str(text))
+        assert code == 78, output
+        assert said in output
+    text.write_text("words and " * 1000, encoding="utf-8")
+    code, output = validate(data__source=str(text))
+    assert code == 0, output
+    assert re.search(r"text: \d\d samples an epoch, \d held out", output)
+    assert not (tmp_path / "runs").exists()
+    code, output = validate()
+    assert "whether it fills a batch is seen when the job runs" in output

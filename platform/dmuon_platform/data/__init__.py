@@ -10,6 +10,7 @@ from dmuon_platform.data.prepare import (
     check_size,
     dataset_of,
     find_dataset,
+    measure_data,
     prepare_dataset,
 )
 from dmuon_platform.data.settings import DataSettings
@@ -40,6 +41,7 @@ __all__ = [
     "find_dataset",
     "find_files",
     "load_tokenizer",
+    "measure_data",
     "open_dataset",
     "prepare_dataset",
     "tokenizer_files",

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from dmuon_platform.data.writer import write_dataset
 from dmuon_platform.durable_file import sync
 from dmuon_platform.errors import PlatformError, SpecError
 
+_MOST_COUNTED = 4 << 20  # bytes of text, which even a vocabulary reads in seconds
 _DIGITS = 16  # of the digest, in the folder's name
 
 
@@ -73,6 +75,18 @@ def find_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo |
 def dataset_of(digest: str, cache_dir: Path | str) -> DatasetInfo | None:
     """Return the prepared dataset with a digest, if it is there and intact."""
     return _find_intact(_folder_of(digest, cache_dir), digest)
+
+
+def measure_data(settings: DataSettings) -> DatasetInfo | None:
+    """Return what a job's dataset would be, and leave none; None for more text than a few MiB.
+
+    Raises:
+        SpecError: What is wrong with the source, or that it is too short.
+    """
+    if sum(file.stat().st_size for file in find_files(settings.source)) > _MOST_COUNTED:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return prepare_dataset(settings, folder)
 
 
 def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInfo:
