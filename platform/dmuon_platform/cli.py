@@ -275,9 +275,13 @@ def _set_actions(actions: Mapping[argparse.ArgumentParser, Command]) -> None:
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a new .toml file; its name is the run's")
     parser.add_argument("--data", help="text, JSONL or Parquet; default: Python's own library")
+    parser.add_argument(
+        "--text-field", help="of JSONL or Parquet; default: the only one with text, or text"
+    )
     parser.add_argument("--model", help="a Hugging Face folder to fine-tune; default: from scratch")
     parser.add_argument(
-        "--tokenizer", help="a tokenizer.json; default: that of --model, or one token a byte"
+        "--tokenizer",
+        help="a tokenizer.json, or bytes; default: that of --model, or one token a byte",
     )
     parser.add_argument(
         "--workers", type=read.count, help="default: one a GPU, or a core of up to four"

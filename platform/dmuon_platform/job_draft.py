@@ -51,7 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not target.parent.is_dir():
         raise SpecError(f"{target} cannot be written: there is no folder {target.parent}.")
     hardware = _hardware(arguments.workers)
-    text = draft(target.stem, hardware, arguments.data, arguments.tokenizer, model=arguments.model)
+    text = draft(
+        target.stem,
+        hardware,
+        arguments.data,
+        arguments.tokenizer,
+        model=arguments.model,
+        text_field=arguments.text_field,
+    )
     write_whole(target, text)
     load_job(target, [])  # what is written is right, or we are told now
     kind = "GPUs" if hardware.has_gpus else "CPU workers"
@@ -67,6 +74,7 @@ def draft(
     data: str | None,
     tokenizer: str | None,
     model: str | None = None,
+    text_field: str | None = None,
 ) -> str:
     """Return a job file as TOML, each key with the comment that its class has.
 
@@ -74,23 +82,26 @@ def draft(
         name: Of the run; characters that a name cannot have become ``-``.
         hardware: What it is for.
         data: A file or glob of text, JSONL or Parquet; None: Python's own library.
-        tokenizer: A ``tokenizer.json``; None: one token a byte, or the model's own.
+        tokenizer: A ``tokenizer.json`` or ``bytes``; None: one token a byte, or the model's own.
         model: A Hugging Face folder to fine-tune; None: a model from scratch.
+        text_field: Of JSONL or Parquet; None: the only one with text, or ``text``.
 
     Raises:
-        SpecError: Nothing matches ``data``, or there is no such tokenizer or model.
+        SpecError: Nothing matches ``data``, its text is under no or many names, or there is no
+            such tokenizer or model, or they do not go together.
     """
     if data is not None and not any(map(os.path.isfile, glob.iglob(data, recursive=True))):
         raise SpecError(
             f"No file matches --data {data!r}; name text files, and quote a glob: 'texts/*.txt'."
         )
-    if tokenizer is not None and not Path(tokenizer).is_file():
+    if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
         raise SpecError(f"There is no tokenizer {tokenizer!r}; give a model's tokenizer.json.")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "first"
     sections: Sections = {
         **(_on_gpus(hardware) if hardware.has_gpus else _on_cpu(hardware)),
         "data": {
             "source": data or "python-stdlib",
+            **_text_field(data, text_field),
             "tokenizer": tokenizer or "bytes",
             "sequence_length": 1024 if hardware.has_gpus else 128,
         },
@@ -110,16 +121,58 @@ def _fine_tuned(model: str, tokenizer: str | None, drafted: Sections) -> Section
 
     longest = stated_positions(read_config(Path(model)))
     data = dict(drafted["data"])
+    _check_tokenizer(model, tokenizer)
     if tokenizer is None:
         del data["tokenizer"]
     if longest is not None:
         data["sequence_length"] = min(longest, data["sequence_length"])
-    rates = {key: value / 10 for key, value in drafted["optimizer"].items() if key.endswith("lr")}
+    rates = {
+        key: float(f"{value / 10:.6g}")  # 0.003 / 10 is 0.00030000000000000003
+        for key, value in drafted["optimizer"].items()
+        if key.endswith("lr")
+    }
     return {
         "model": {"path": model},
         "data": data,
         "optimizer": {**drafted["optimizer"], **rates},
     }
+
+
+def _check_tokenizer(model: str, tokenizer: str | None) -> None:
+    from dmuon_platform.data import tokenizer as tokenizers
+    from dmuon_platform.model.huggingface import read_vocab_size
+
+    folder = Path(model)
+    if tokenizer is None:
+        tokenizers.check_has_tokenizer(folder)
+        return
+    loaded = tokenizers.load_tokenizer(tokenizer)
+    tokenizers.check_vocabulary(tokenizer, loaded, read_vocab_size(folder), model)
+    tokenizers.check_pretrained(tokenizer, loaded, folder)
+
+
+def _text_field(data: str | None, named: str | None) -> dict[str, str]:
+    """The key that says where the text of each record is; none where it is under its default."""
+    from dmuon_platform.data.documents import text_fields
+    from dmuon_platform.data.sources import find_files
+
+    found = ((file, text_fields(file)) for file in (find_files(data) if data else ()))
+    file, fields = next(((file, fields) for file, fields in found if fields is not None), ("", []))
+    if not file:
+        if named is not None:
+            raise SpecError(
+                f"--text-field {named!r} is for JSONL and Parquet, and --data names none; leave "
+                "it out."
+            )
+        return {}
+    only = fields[0] if len(fields) == 1 else "text"
+    wanted = named or only
+    if wanted not in fields:
+        raise SpecError(
+            f"--data {data!r}: the first records of {file} have text under {fields or 'no field'}; "
+            "name the one that holds the documents: --text-field FIELD (data.text_field in a job)."
+        )
+    return {} if wanted == "text" else {"text_field": wanted}
 
 
 def _hardware(workers: int | None) -> Hardware:

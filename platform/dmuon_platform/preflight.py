@@ -62,7 +62,7 @@ def check_job(spec: JobSpec, *, has_text: bool = True, begins: bool = True) -> N
         name = spec.data.tokenizer
         check_pretrained(name, load_tokenizer(name), folder)
     if has_text:
-        check_data(spec.data, vocabulary_size(spec.model))
+        check_data(spec.data, vocabulary_size(spec.model), spec.model.path)
 
 
 def check_storage(spec: JobSpec) -> None:

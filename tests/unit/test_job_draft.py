@@ -1,8 +1,11 @@
 """``dmuon init`` writes a job that is right, explained, and for this machine."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from dmuon_platform import cli
@@ -44,6 +47,9 @@ def test_of_a_model_to_fine_tune_sizes_and_tokenizer_are_its_own(
     assert tuned.data.sequence_length == 100
     assert tuned.optimizer.lr == pytest.approx(scratch.optimizer.lr / 10)
     assert tuned.optimizer.adamw_lr == pytest.approx(scratch.optimizer.adamw_lr / 10)
+    rates = [line for line in (tmp_path / "tuned.toml").read_text().splitlines() if "lr = " in line]
+    assert rates
+    assert max(map(len, rates)) < 20  # nothing like 0.00030000000000000003
     assert tuned.optimizer.weight_decay == scratch.optimizer.weight_decay
 
 
@@ -61,6 +67,67 @@ def test_every_key_is_explained_and_every_section_fits_the_machine(
     for above, line in pairwise(lines):
         assert "=" not in line or line.startswith("#") or above.startswith("# "), line
     assert max(map(len, lines)) <= 100
+
+
+def test_the_only_field_with_text_is_written_and_of_several_one_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = {
+        "one.jsonl": {"id": 7, "body": "words"},
+        "default.jsonl": {"title": "a", "text": "words"},
+        "two.jsonl": {"question": "a", "answer": "b"},
+        "none.jsonl": {"messages": [{"content": "a"}]},
+    }
+    for name, record in records.items():
+        (tmp_path / name).write_text(f"{json.dumps(record)}\n" * 300, encoding="utf-8")
+    pq.write_table(pa.table({"body": ["words"], "number": [1]}), "one.parquet")
+
+    def field(data: str, *more: str) -> str | None:
+        Path("job.toml").unlink(missing_ok=True)
+        if cli.main(["init", "job.toml", "--data", data, *more]) == 78:
+            return None
+        return load_job(Path("job.toml")).data.text_field
+
+    assert field("one.jsonl") == field("one.parquet") == "body"
+    assert field("default.jsonl") == "text"
+    assert field("two.jsonl", "--text-field", "answer") == "answer"
+    capsys.readouterr()
+    assert field("two.jsonl") is None
+    assert "two.jsonl have text under ['question', 'answer']" in capsys.readouterr().err
+    assert field("one.jsonl", "--text-field", "id") is None
+    assert "holds the documents: --text-field FIELD" in capsys.readouterr().err
+    assert field("none.jsonl") is None
+    assert "have text under no field" in capsys.readouterr().err
+    Path("plain.txt").write_text("words", encoding="utf-8")
+    assert field("plain.txt", "--text-field", "body") is None
+    assert "is for JSONL and Parquet, and --data names none" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("given").mkdir()
+    config = Path("given", "config.json")
+    config.write_text('{"vocab_size": 255}', encoding="utf-8")
+
+    def init(*more: str) -> tuple[int, str]:
+        code = cli.main(["init", "job.toml", "--model", "given", *more])
+        return code, capsys.readouterr().err
+
+    code, said = init("--tokenizer", "bytes")
+    assert code == 78
+    assert "has 256 tokens, but the model in given (model.path) knows 255" in said
+    assert "or have it in that folder and leave data.tokenizer out" in said
+    assert "model.vocab_size" not in said
+    code, said = init()
+    assert code == 78
+    assert "(for `dmuon init`: --tokenizer bytes)" in said
+    assert not Path("job.toml").exists()
+    config.write_text('{"vocab_size": 256}', encoding="utf-8")
+    assert init("--tokenizer", "bytes")[0] == 0
+    assert load_job(Path("job.toml")).data.tokenizer == "bytes"
 
 
 @pytest.mark.parametrize(

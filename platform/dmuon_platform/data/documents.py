@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from dmuon_platform.errors import SpecError
 
 _JSONL = {".jsonl", ".ndjson", ".json"}
 _PARQUET = {".parquet", ".pq"}
+_FIRST = 100  # records that tell which fields there are
 _ROWS = 1024  # of a Parquet file in memory at a time
 
 
@@ -33,6 +35,28 @@ def read_documents(file: Path, text_field: str) -> Iterator[bytes]:
         yield from (document for document in documents if document)
     except (OSError, pa.ArrowException) as error:
         raise SpecError(f"data.source: {file} cannot be read: {error}") from error
+
+
+def text_fields(file: Path) -> list[str] | None:
+    """Return the fields or columns that hold text in each of the first records, in their order.
+
+    None for a file without fields, which is one document.
+
+    Raises:
+        SpecError: The file is not what its name says.
+    """
+    suffix = file.suffix.lower()
+    try:
+        if suffix in _JSONL:
+            records = list(islice(_records(file), _FIRST))
+            first = records[0][0] if records else {}
+            return [key for key in first if all(isinstance(r.get(key), str) for r, _ in records)]
+        if suffix in _PARQUET:
+            schema = pq.read_schema(file)
+            return [field.name for field in schema if _is_text(field.type)]
+    except (OSError, pa.ArrowException) as error:
+        raise SpecError(f"data.source: {file} cannot be read: {error}") from error
+    return None
 
 
 def cut_passages(document: bytes, limit: int) -> Iterator[bytes]:
@@ -65,25 +89,34 @@ def _read_text(file: Path) -> Iterator[bytes]:
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[bytes]:
+    for record, place in _records(file):
+        text = record.get(text_field)
+        if not isinstance(text, str):
+            raise SpecError(
+                f"data.source: {place} has the fields {sorted(record)}, and no text under "
+                f"data.text_field = {text_field!r}."
+            )
+        yield text.encode("utf-8", "replace")  # JSON can hold half a character
+
+
+def _records(file: Path) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield the object of each line, and where it stands."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _text_of(line, text_field, f"{file}, line {number}")
+                yield _record(line, f"{file}, line {number}")
 
 
-def _text_of(line: bytes, text_field: str, place: str) -> bytes:
+def _record(line: bytes, place: str) -> tuple[dict[str, object], str]:
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except ValueError as error:
         raise SpecError(
             f"data.source: {place} is not JSON ({error}); each line must be one JSON object."
         ) from error
-    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        found = f"has the fields {sorted(row)}" if isinstance(row, dict) else "is no JSON object"
-        raise SpecError(
-            f"data.source: {place} {found}, and no text under data.text_field = {text_field!r}."
-        )
-    return row[text_field].encode("utf-8", "replace")  # JSON can hold half a character
+    if not isinstance(record, dict):
+        raise SpecError(f"data.source: {place} is no JSON object, as each line must be.")
+    return record, place
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[bytes]:
@@ -95,10 +128,14 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[bytes]:
                 f"data.text_field = {text_field!r}."
             )
         kind = schema.field(text_field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if not _is_text(kind):
             raise SpecError(
                 f"data.source: column {text_field!r} of {file} holds {kind}, not text; name "
                 "another one with data.text_field."
             )
         for batch in parquet.iter_batches(_ROWS, columns=[text_field]):
             yield from (text.encode() for text in batch.column(0).to_pylist() if text is not None)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

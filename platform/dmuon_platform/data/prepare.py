@@ -31,7 +31,7 @@ _MOST_COUNTED = 4 << 20  # bytes of text, which even a vocabulary reads in secon
 _DIGITS = 16  # of the digest, in the folder's name
 
 
-def check_data(settings: DataSettings, vocab_size: int) -> None:
+def check_data(settings: DataSettings, vocab_size: int, model_path: str | None = None) -> None:
     """Refuse a ``data`` section that cannot work, in a moment and without Ray.
 
     Files are found, and each one is opened and its first document read.
@@ -40,7 +40,7 @@ def check_data(settings: DataSettings, vocab_size: int) -> None:
         SpecError: What is wrong with source, tokenizer or vocabulary.
     """
     tokenizer = load_tokenizer(settings.tokenizer)
-    check_vocabulary(settings.tokenizer, tokenizer, vocab_size)
+    check_vocabulary(settings.tokenizer, tokenizer, vocab_size, model_path)
     has_text = False
     for file in find_files(settings.source):
         has_text |= next(read_documents(file, settings.text_field), None) is not None

@@ -125,19 +125,33 @@ def _read(name: str) -> FileTokenizer:
     return tokenizer
 
 
-def check_vocabulary(name: str, tokenizer: TextTokenizer, vocab_size: int) -> None:
+def check_vocabulary(
+    name: str, tokenizer: TextTokenizer, vocab_size: int, model_path: str | None = None
+) -> None:
     """Refuse a model that does not know every token.
+
+    Args:
+        name: What ``data.tokenizer`` says.
+        tokenizer: What that names.
+        vocab_size: Token ids that the model knows.
+        model_path: The folder it comes from, whose sizes are given.
 
     Raises:
         SpecError: ``vocab_size`` is smaller than the tokenizer's.
     """
     needed = tokenizer.vocab_size
-    if vocab_size < needed:
+    if vocab_size >= needed:
+        return
+    if model_path is not None:
         raise SpecError(
-            f"data.tokenizer = {name!r} has {needed} tokens, but model.vocab_size is {vocab_size}. "
-            f"Set model.vocab_size to at least {needed}, or with model.path name that model's own "
-            "tokenizer.json."
+            f"data.tokenizer = {name!r} has {needed} tokens, but the model in {model_path} "
+            f"(model.path) knows {vocab_size}. Name that model's own tokenizer.json, or have it "
+            "in that folder and leave data.tokenizer out."
         )
+    raise SpecError(
+        f"data.tokenizer = {name!r} has {needed} tokens, but model.vocab_size is {vocab_size}. "
+        f"Set model.vocab_size to at least {needed}."
+    )
 
 
 def check_pretrained(name: str, tokenizer: TextTokenizer, folder: Path) -> None:
@@ -180,7 +194,7 @@ def check_has_tokenizer(folder: Path) -> None:
     raise SpecError(
         f"data.tokenizer is not set, and {folder} (model.path) has no {TOKENIZER_FILE}. Put that "
         "of the model there, or set data.tokenizer to its path; for a model whose tokens are "
-        f"bytes, write data.tokenizer = {BYTES!r}."
+        f"bytes, write data.tokenizer = {BYTES!r} (for `dmuon init`: --tokenizer bytes)."
     )
 
 
