@@ -20,6 +20,7 @@ from typing import Self
 from dmuon_platform.durable_file import read_object, write_whole
 from dmuon_platform.errors import AlreadyRunning
 from dmuon_platform.event_facts import clock
+from dmuon_platform.run_folder import words_for
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "driver.lock"
@@ -183,8 +184,8 @@ def _already_running(run_dir: Path, driver: Driver | None) -> AlreadyRunning:
     who = "another process" if driver is None else str(driver)
     return AlreadyRunning(
         f"{run_dir.name} is already being run by {who}. Two at a time would write over each other: "
-        f"wait for it, or end it with a checkpoint by `dmuon stop {run_dir.name}` or SIGTERM. If "
-        f"that process is surely dead, remove {run_dir / LOCK_FILE} and launch again."
+        f"wait for it, or end it with a checkpoint by `dmuon stop {words_for(run_dir)}` or SIGTERM."
+        f" If that process is surely dead, remove {run_dir / LOCK_FILE} and launch again."
     )
 
 

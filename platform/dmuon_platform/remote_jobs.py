@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import re
+import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -85,7 +87,7 @@ def jobs_of(client: JobSubmissionClient, address: str) -> list[JobDetails]:
         ) from error
 
 
-def follow_output(client: JobSubmissionClient, submission: str) -> bool:
+def follow_output(client: JobSubmissionClient, submission: str, address: str) -> bool:
     """Print a job's output until it ends; return False when Ctrl-C ended that sooner."""
 
     async def show() -> None:
@@ -96,8 +98,8 @@ def follow_output(client: JobSubmissionClient, submission: str) -> bool:
         asyncio.run(show())
     except KeyboardInterrupt:
         print(
-            f"\nNo longer following; the job goes on. To end it: dmuon stop {submission}, with the "
-            "same --address."
+            "\nNo longer following; the job goes on. To end it: "
+            f"dmuon stop {submission} --address {address}"
         )
         return False
     return True
@@ -177,14 +179,24 @@ class RemoteJobs:
             print(json.dumps(facts, indent=2))
         else:
             print(f"{facts['name']}: {state}, as {job.submission_id} at {self._address}")
+            if state in (State.STOPPED, State.INTERRUPTED):
+                print(f"to go on     {terminal_text(self._way_on(job))}")
             print(f"last output  {facts['output'] or 'none yet'}")
         return code
+
+    def _way_on(self, job: JobDetails) -> str:
+        facts = job.metadata or {}
+        name, storage = facts.get(NAME_KEY), facts.get(STORAGE_KEY, "")
+        if name is None or not Path(storage).is_absolute():  # known to the cluster alone
+            return "submit its job again"
+        command = ("dmuon", "resume", name, f"--storage={storage}", "--address", self._address)
+        return shlex.join(command)
 
     def logs(self, name: str, *, follow: bool) -> int:
         """Print what a job has printed."""
         submission = self._newest(name).submission_id
         if follow:
-            follow_output(self._client, submission)
+            follow_output(self._client, submission, self._address)
         else:
             print(terminal_text(self._client.get_job_logs(submission)), end="")
         return 0

@@ -1,13 +1,14 @@
 """Which runs lie under ``storage``, and where the run is that somebody means."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.errors import PlatformError
 from dmuon_platform.events import EVENTS_FILE
-from dmuon_platform.spec import load_job
+from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.user_path import user_path
 
 JOB_FILE = "job.toml"
@@ -57,6 +58,16 @@ def run_folder(run: str, storage: str) -> Path:
         f"There is no run {folder.name!r} in {folder.parent}. {there} --storage names another "
         "folder of runs; --address http://HOST:8265 asks a cluster whose storage is not here."
     )
+
+
+def words_for(folder: Path) -> str:
+    """Return by which words a ``dmuon`` command finds a run from the working folder.
+
+    That is its name, with ``--storage`` unless it lies where the command looks by itself.
+    """
+    default = Path(JobSpec.model_fields["storage"].default).absolute()
+    where = [] if folder.parent.absolute() == default else [f"--storage={folder.parent.absolute()}"]
+    return shlex.join([folder.name, *where])
 
 
 def is_run(folder: Path) -> bool:

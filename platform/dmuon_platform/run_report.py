@@ -6,6 +6,7 @@ from typing import Any
 
 from dmuon_platform.event_facts import clock
 from dmuon_platform.run_ending import State
+from dmuon_platform.run_folder import words_for
 from dmuon_platform.run_state import Restart, RunState, Worker
 from dmuon_platform.terminal_text import terminal_text
 from dmuon_platform.text_table import text_table
@@ -102,7 +103,9 @@ def duration(seconds: float) -> str:
 def _headline(run: RunState) -> str:
     if run.state in (State.STOPPED, State.INTERRUPTED):
         is_resumable = run.num_steps is not None  # its job is recorded and can be read
-        way = f"`dmuon resume {run.name}` goes on with it" if is_resumable else "run its job again"
+        way = "run its job again"
+        if is_resumable:
+            way = f"`dmuon resume {words_for(run.folder)}` goes on with it"
         return f"{run.state}; {way}"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
@@ -167,7 +170,11 @@ def _tracking(run: RunState) -> str | None:
         return None
     told = str(run.tracking["run_id"] or "not reached yet")
     problem = run.tracking["problem"]
-    return f"{told}; not all is told: {problem}" if problem else told
+    if not problem:
+        return told
+    is_running = run.state is State.RUNNING
+    when = "when it can be" if is_running else "when the run is launched again, also a finished one"
+    return f"{told}; not all is told: {problem}; the rest is told {when}"
 
 
 def _progress(run: RunState) -> str:

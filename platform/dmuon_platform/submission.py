@@ -156,7 +156,7 @@ class _Submission:
         return 0
 
     def follow(self) -> int:
-        if not follow_output(self.client, self.id):
+        if not follow_output(self.client, self.id, self.address):
             return 0
         info = self.client.get_job_info(self.id)
         _, code = verdict(info.status, info.driver_exit_code, info.error_type)

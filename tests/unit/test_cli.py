@@ -156,6 +156,9 @@ class FakeServer:
             for job in self.jobs
         ]
 
+    def get_job_logs(self, _submission: str) -> str:
+        return "trained\n"
+
     def get_job_info(self, _submission: str) -> JobDetails:
         return self.list_jobs()[-1]
 
@@ -236,6 +239,19 @@ def test_a_job_server_that_fails_is_told_in_a_sentence(
         assert cli.main([*command, "--address", address]) == 69
         server.shutdown()
     assert f"The job server at {address} does not list its jobs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("storage", ["runs", "/mnt/my runs"])
+def test_a_stopped_job_is_told_with_the_command_that_goes_on_with_it(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], storage: str
+) -> None:
+    server.jobs.append({"metadata": {"dmuon_name": "mine", "dmuon_storage": storage}})
+    server.status = JobStatus.STOPPED
+    at = ["--address", "http://127.0.0.1:8265"]
+    assert cli.main(["status", "mine", *at]) == 75
+    told = capsys.readouterr().out
+    way = f"dmuon resume mine '--storage={storage}' --address {at[1]}"
+    assert ("submit its job again" if storage == "runs" else way) in told
 
 
 def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(

@@ -56,7 +56,7 @@ def test_the_second_driver_is_refused_while_the_first_lives(other, tmp_path):
     message = str(caught.value)
     assert f"process {other.pid} on " in message
     assert "started 20" in message
-    assert f"dmuon stop {tmp_path.name}" in message
+    assert f"`dmuon stop {tmp_path.name} --storage={tmp_path.parent}`" in message
     driver = Driver.read(tmp_path)
     assert driver.is_alive(tmp_path)
     assert (driver.pid, driver.ray_job) == (other.pid, "job-1")

@@ -120,6 +120,27 @@ def test_every_end_has_its_state_and_an_exit_code_for_a_scheduler(tmp_path, even
     assert dmuon("status", "mine", "--storage", tmp_path) == code
 
 
+def test_what_would_go_on_with_a_run_can_be_typed_where_it_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for storage, words in ("runs", "mine"), ("a b", f"mine '--storage={tmp_path / 'a b'}'"):
+        leave_run(Path(storage))
+        assert dmuon("status", "mine", "--storage", storage) == 75
+        assert f"`dmuon resume {words}` goes on with it" in capsys.readouterr().out
+
+
+def test_what_mlflow_was_not_told_comes_with_the_next_launch(tmp_path, capsys):
+    folder = leave_run(tmp_path)
+    (folder / "tracking").mkdir()
+    delivered = {"uri": "http://h:1", "run_id": "y", "problem": "h is away"}
+    (folder / "tracking" / "delivered.json").write_text(json.dumps(delivered))
+    dmuon("status", folder)
+    told = "y; not all is told: h is away; the rest is told when"
+    assert f"{told} the run is launched again, also a finished one" in capsys.readouterr().out
+    with driver_of(folder):
+        dmuon("status", folder)
+        assert f"{told} it can be" in capsys.readouterr().out
+
+
 def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, capsys):
     folder = leave_run(tmp_path)
     Journal(folder).append("training_started", attempt=2, step=30, workers=[])
