@@ -22,7 +22,7 @@ from dmuon_platform.data import (
 )
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.driving import Driving
-from dmuon_platform.errors import PlatformError, exit_code_of
+from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.event_facts import finite, whole
 from dmuon_platform.event_text import event_text
@@ -60,12 +60,14 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
         PlatformError: What is wrong, with an ``exit_code`` for the shell.
     """
     console = console or Console()
-    spec = preflight.resolve(spec)
+    code = git_state(Path.cwd())
+    session = RaySession(spec := preflight.resolve(spec))
+    # From here on the working folder may go: Ray unpacks an upload again for another of its nodes.
     with preflight.storage_explained(spec):
-        return _run(spec, console)
+        return _run(spec, session, code, console)
 
 
-def _run(spec: JobSpec, console: Console) -> Summary:
+def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Console) -> Summary:
     start = start_of(spec, spec.run_dir.parent / DATA_FOLDER)
     preflight.check_job(start.spec, has_text=start.dataset is None, begins=start.begins)
     preflight.check_storage(spec)
@@ -88,11 +90,11 @@ def _run(spec: JobSpec, console: Console) -> Summary:
         _written_down(journal),
         preflight.storage_explained(spec),  # here too, so that the journal has it in words
         _stop_signals(spec, lease, console) as signals,
-        RaySession(spec) as session,
+        session,
     ):
         info = _prepare(start, session, lease, console)
         preflight.record_job(spec)
-        with Tracker(spec, _facts(spec, info)) as tracker:
+        with Tracker(spec, _facts(spec, info, code)) as tracker:
             with ProgressView(spec, console) as view, signals.training():
                 driving = Driving(start.spec, session, view, lease.launch, _told(spec, start, info))
                 trained = _train(spec, journal, driving, view, earlier)
@@ -134,7 +136,9 @@ def _written_down(journal: Journal) -> Iterator[None]:
     except BaseException as error:
         with suppress(OSError):  # a full disk; the error itself is what counts
             problem = str(error) or type(error).__name__
-            journal.append("ended", exit_code=exit_code_of(error), problem=problem)
+            is_asked = isinstance(error, GracefulStop | KeyboardInterrupt)
+            facts = {"exit_code": exit_code_of(error), "problem": problem, "is_asked": is_asked}
+            journal.append("ended", **facts)
         raise
     journal.append("ended", exit_code=0)
 
@@ -143,10 +147,10 @@ def _stop_signals(spec: JobSpec, lease: DriverLease, console: Console) -> StopSi
     return StopSignals(spec.run_dir, lease.launch, lambda text: _say(console, text))
 
 
-def _facts(spec: JobSpec, info: DatasetInfo) -> dict[str, Any]:
+def _facts(spec: JobSpec, info: DatasetInfo, code: dict[str, Any]) -> dict[str, Any]:
     source = spec.data.source
     name = source if isinstance(source, str) else ", ".join(source)
-    return {"git": git_state(Path.cwd()), "dataset": {"name": name, **vars(info)}}
+    return {"git": code, "dataset": {"name": name, **vars(info)}}
 
 
 def _told(spec: JobSpec, start: Start, info: DatasetInfo) -> dict[str, Any]:

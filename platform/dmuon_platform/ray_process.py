@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,10 @@ class Service:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return address
 
-    def prepare(self, folder: Path) -> Any:
-        """Return the dataset, prepared if it is not there."""
-        return prepare_dataset(self._spec.data, folder)
+    def prepare(self, folder: Path, here: Path) -> Any:
+        """Return the dataset, prepared if it is not there; relative paths start at ``here``."""
+        with chdir(here) if here.is_dir() else nullcontext():
+            return prepare_dataset(self._spec.data, folder)
 
     def room(self) -> list[NodeRoom]:
         """Return what is free in the cluster."""

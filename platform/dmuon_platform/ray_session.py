@@ -42,12 +42,16 @@ class RayLost(ClusterLost):
 class RaySession:
     """One connection to Ray after another, as a context manager.
 
+    Relative paths of text are looked up from the folder that is current when this is made, whatever
+    becomes of it then.
+
     Args:
         spec: The job; it says which cluster.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
+        self._folder = Path.cwd()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._scratch: Path | None = None
@@ -107,7 +111,7 @@ class RaySession:
 
     def prepare(self, folder: Path) -> DatasetInfo:
         """Return the job's dataset below ``folder``, prepared there if it is not yet."""
-        return self._ask("prepare", None, folder=folder)
+        return self._ask("prepare", None, folder=folder, here=self._folder)
 
     def room(self) -> list[NodeRoom]:
         """Return what is free in the cluster."""
@@ -169,11 +173,20 @@ class RaySession:
             self._process = subprocess.Popen(
                 command_of("dmuon_platform.ray_process", str(theirs.fileno()), str(self._scratch)),
                 stdin=subprocess.DEVNULL,
+                cwd=self._working_folder(self._scratch),
                 env=environment(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the driver, which then saves
             )
         self._connection = Connection(ours.detach())
+
+    def _working_folder(self, scratch: Path) -> Path:
+        """Return where to connect from: neither Ray nor torch starts in a folder that is gone.
+
+        Workers of a Ray of our own inherit it, and look up relative paths of text from there.
+        """
+        is_own = cluster.address_of(self._spec) is None
+        return self._folder if is_own and self._folder.is_dir() else scratch
 
     def _ask(self, request: str, timeout_s: float | None, **arguments: Any) -> Any:
         if self._connection is None or self._process is None:

@@ -132,7 +132,7 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
         yield _held_out(run, history)
     count = restarts_of(history.events)
     how_often = "started again once" if count == 1 else f"started again {count:,} times"
-    yield f"The training was {how_often if count else 'never started again'}."
+    yield f"The training was {how_often if count else 'never started again'} after a fault."
     if count and run.restarts:
         newest = run.restarts[-1]
         yield f"The newest failure, after step {newest.step}: {newest.cause.rstrip('.')}."

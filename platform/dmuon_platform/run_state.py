@@ -87,7 +87,7 @@ class RunState:
         eta_s: Seconds to the last step at the recent pace; None unless it is running.
         time: Unix time of the newest step or event.
         restarts: After failures, with their causes.
-        num_restarts: How often training began again before it was through, also by a new launch.
+        num_restarts: How often training began again after a fault, also by a new launch.
         waiting: For what room in the cluster, while it runs and does not train.
         problem: Why it ended, unless it finished.
         stopping: What it was asked to stop for, if it was.

@@ -52,18 +52,22 @@ def _setbacks(events: Events) -> dict[str, int]:
 
 
 def restarts_of(events: Events) -> int:
-    """Count the times that training began again before it was through, over all launches.
+    """Count the attempts that began because a fault had ended the one before, over all launches.
 
-    To go on with a finished run because it shall have more steps is no restart.
+    A fault is what the supervisor answers, and whatever ends a launch that nobody asked to end,
+    such as SIGKILL. To go on after a stop that was asked for, with other workers, or with a
+    finished run because it shall have more steps, is no restart.
     """
     restarts = 0
-    is_underway = False
+    is_underway = has_failed = False
     for event in events:
         if event["kind"] == "training_started":
-            restarts += is_underway
-            is_underway = True
-        elif event["kind"] in ("trained", "restarted"):
-            is_underway = event["kind"] == "restarted"
+            restarts += is_underway or has_failed
+            is_underway, has_failed = True, False
+        elif event["kind"] == "restarted":
+            has_failed = True
+        elif event["kind"] in ("trained", "stopped") or event.get("is_asked") is True:
+            is_underway = False
     return restarts
 
 

@@ -41,8 +41,13 @@ def no_address(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_a_second_try_is_made(no_address):
-    with killed(1) as gone, RaySession(job_of(small())) as session:
+def test_a_second_try_is_made_also_when_the_working_folder_is_gone(
+    no_address, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    session = RaySession(job_of(small()))
+    tmp_path.rmdir()
+    with killed(1) as gone, session:
         assert session.room()[0].all_cpus >= 2
     assert len(gone) == 1
 

@@ -114,6 +114,22 @@ def test_attempts_and_restarts_become_tags():
     assert plans_of(events) == {"attempt-1": {"x": 1}}
 
 
+def test_going_on_after_a_stop_that_was_asked_for_is_no_restart():
+    def restarts(*events: str | dict[str, object]) -> int:
+        return restarts_of([{"kind": e} if isinstance(e, str) else e for e in events])
+
+    start, fail, stopped, trained = "training_started", "restarted", "stopped", "trained"
+    asked = {"kind": "ended", "exit_code": 75, "is_asked": True}
+    lost = {"kind": "ended", "exit_code": 75, "is_asked": False}
+    assert restarts(start, stopped, asked, "launched", start, trained) == 0
+    assert restarts(start, asked, "launched", start, trained) == 0, "no time for a checkpoint"
+    assert restarts(start, stopped, start, trained) == 0, "there was room for more workers"
+    assert restarts(start, fail, start, stopped, asked, "launched", start, trained) == 1
+    assert restarts(start, fail, asked, "launched", start, trained) == 1, "asked between the two"
+    assert restarts(start, lost, "launched", start, trained) == 1, "the cluster was gone"
+    assert restarts(start, "launched", start, trained) == 1, "the driver was killed"
+
+
 def test_going_on_because_a_job_shall_have_more_steps_is_no_restart():
     def restarts(*kinds: str) -> int:
         return restarts_of([{"kind": kind} for kind in kinds])

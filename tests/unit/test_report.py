@@ -105,7 +105,7 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
     assert "Muon and training: healthy" in page.texts
     assert "1 x 2 (replicate x shard), 2 workers" in page.texts
     cause = "The newest failure, after step 30: rank 1 <died> & was 'gone'."
-    assert f"The training was started again once. {cause}" in page.text
+    assert f"The training was started again once after a fault. {cause}" in page.text
     assert "All 10 repeated steps had the same numbers bit for bit." in page.texts
 
     rows = page.tables[f"Updates of the matrices at step {STEPS}"][1:]
