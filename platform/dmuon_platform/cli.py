@@ -222,8 +222,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train language models with Muon on many machines: a job file in, a trained, "
         "tracked and registered model out.",
         epilog="Exit codes: 0 done, 75 stopped on request or the cluster is gone (run again to go "
-        "on), 3 the run goes on already, 69 no cluster at the address, 78 the job is wrong, 86 "
-        "diverged, 70 a bug, 1 gave up.",
+        "on), 130 interrupted (the same), 3 the run goes on already, 66 no such run, 69 no cluster "
+        "at the address, 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show it, and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -248,6 +248,11 @@ def _add_job_commands(commands: "Commands") -> None:
     submit = commands.add_parser("submit", help="hand a job to a Ray cluster, and leave")
     submit.add_argument("--address", required=True, help="its job server: http://127.0.0.1:8265")
     submit.add_argument("--follow", action="store_true", help="show its output until it ends")
+    submit.epilog = (
+        "Exit codes: 0 once the job is handed over, and when Ctrl-C ends --follow; with --follow "
+        "else what `dmuon status RUN --address` ends with after the job. 3 the run goes on already,"
+        " 69 no job server answers, 78 the job is wrong."
+    )
     validate = commands.add_parser("validate", help="check a job and show its plan; start nothing")
     plan = commands.add_parser("plan", help="foretell what a step costs on many workers")
     _add_plan(plan)
