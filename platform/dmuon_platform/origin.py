@@ -11,6 +11,7 @@ from pathlib import Path
 from dmuon_platform.data import BYTES, DatasetInfo, dataset_of, find_files
 from dmuon_platform.data.tokenizer import TOKENIZER_FILE
 from dmuon_platform.errors import FatalError, SpecError
+from dmuon_platform.model import has_weights
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.store import Checkpoint, CheckpointStore
 
@@ -117,10 +118,11 @@ def check_restored(spec: JobSpec, step: int) -> None:
     """Refuse to begin anew without the weights that the run began with.
 
     Raises:
-        FatalError: No checkpoint could be gone on from, and ``model.path`` is gone.
+        FatalError: No checkpoint could be gone on from, and ``model.path`` or its weights are gone.
     """
-    if step == 0 and spec.model.path == str(spec.run_dir / ORIGIN_FOLDER / MODEL_FOLDER):
+    if step == 0 and spec.model.path is not None and not has_weights(Path(spec.model.path)):
         raise FatalError(
             f"No whole checkpoint is left in {spec.run_dir}, and the folder that model.path names "
-            "in its job.toml is gone, so there are no weights to begin with. Put one of them back."
+            "in its job.toml is gone, or its weights are, so there are no weights to begin with. "
+            "Put one of them back."
         )

@@ -57,8 +57,12 @@ def test_without_a_checkpoint_everything_must_be_there(tmp_path: Path) -> None:
 def test_weights_are_never_drawn_anew_for_a_run_that_began_with_others(tmp_path: Path) -> None:
     spec = job(tmp_path)
     check_restored(spec, 0)
+    keep_origin(spec)
     kept = spec.model.model_copy(update={"path": str(spec.run_dir / "origin" / "model")})
     standing_in = spec.model_copy(update={"model": kept})
     check_restored(standing_in, 10)
     with pytest.raises(FatalError, match="so there are no weights to begin with"):
         check_restored(standing_in, 0)
+    (tmp_path / "pretrained" / "model.safetensors").unlink()
+    with pytest.raises(FatalError, match="or its weights are"):
+        check_restored(spec, 0)

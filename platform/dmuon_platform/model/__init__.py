@@ -11,7 +11,7 @@ from dmuon_platform.model.build import (
 from dmuon_platform.model.decoder import CausalLMOutput, LlamaDecoder
 from dmuon_platform.model.huggingface import hf_config
 from dmuon_platform.model.settings import ModelSettings
-from dmuon_platform.model.weights import check_weights
+from dmuon_platform.model.weights import check_weights, has_weights
 
 __all__ = [
     "CausalLMOutput",
@@ -20,6 +20,7 @@ __all__ = [
     "build_model",
     "check_weights",
     "flops_per_token",
+    "has_weights",
     "hf_config",
     "is_hidden",
     "layer_modules",

@@ -32,7 +32,7 @@ def check_weights(folder: Path) -> None:
     if not has_weights(folder):
         raise SpecError(
             f"model.path: {folder} has a config.json but no weights (model.safetensors or "
-            "pytorch_model.bin, whole or in shards), so nothing trained would be trained further. "
+            "pytorch_model.bin, whole or in shards), so it would be trained from random values. "
             "Put the weights there; to train from scratch, remove model.path and give the sizes."
         )
     for file in sorted(folder.glob("*.safetensors")):
