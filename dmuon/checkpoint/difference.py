@@ -98,7 +98,8 @@ def diff_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Ch
     weights_only = None in manifests
     in_a = _names(ours, theirs, weights_only)
     in_b = _names(theirs, ours, weights_only)
-    common = sorted(in_a & in_b)
+    weights = {*ours.names, *theirs.names}  # what a model computes with comes first
+    common = sorted(in_a & in_b, key=lambda name: (name not in weights, name))
     facts = {
         name: (_holder(ours, name).facts(name), _holder(theirs, name).facts(name))
         for name in common

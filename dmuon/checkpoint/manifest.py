@@ -260,6 +260,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         what = "as there is no folder"
         if folder.is_dir():
             what = "so it is none, or writing it was never finished"
+            if (folder / "config.json").is_file():
+                what += " (a Hugging Face folder is one that transformers opens as it is)"
         raise DamagedCheckpointError(folder, f"it has no {MANIFEST_FILE}, {what}")
     path = file_in(folder, MANIFEST_FILE)
     try:

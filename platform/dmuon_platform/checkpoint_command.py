@@ -18,7 +18,7 @@ from dmuon_platform.aside import all_aside, why_aside
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.checkpoint_copy import Place, copy_checkpoint
 from dmuon_platform.errors import CopyError, DamagedSourceError, NoCheckpointError
-from dmuon_platform.run_folder import is_run, runs_in
+from dmuon_platform.run_folder import default_storage, is_run, runs_in
 from dmuon_platform.text_table import text_table
 
 GOOD, DIFFERENT, BAD_USE = 0, 1, 2
@@ -66,14 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_no_run(arguments: argparse.Namespace) -> None:
-    """Refuse the folder of a run where a checkpoint is wanted.
+    """Refuse a run where a checkpoint is wanted, by its folder or its name.
 
     Raises:
         NoCheckpointError: It is one.
     """
-    named = [getattr(arguments, name, None) for name in ("path", "source", "a", "b")]
+    named = [getattr(arguments, name, None) for name in ("path", "source", "a", "b", "folder")]
     for each in named:
         for path in each if isinstance(each, list) else [each]:
+            if path and not Path(path).exists() and is_run(run := default_storage() / path):
+                raise NoCheckpointError(
+                    f"there is no folder {path}; the checkpoints of the run of that name are "
+                    f"listed by: dmuon checkpoint list {shlex.quote(str(run))}"
+                )
+            if path is getattr(arguments, "folder", None):
+                continue  # the folder of a run has a list
             if path and is_run(Path(path)):
                 raise NoCheckpointError(
                     f"{path} is the folder of a run; name one of its checkpoints, which this "

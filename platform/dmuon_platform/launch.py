@@ -136,6 +136,8 @@ def _written_down(journal: Journal) -> Iterator[None]:
     except BaseException as error:
         with suppress(OSError):  # a full disk; the error itself is what counts
             problem = str(error) or type(error).__name__
+            if isinstance(error, KeyboardInterrupt):
+                problem = "ended at once by Ctrl-C"
             is_asked = isinstance(error, GracefulStop | KeyboardInterrupt)
             facts = {"exit_code": exit_code_of(error), "problem": problem, "is_asked": is_asked}
             journal.append("ended", **facts)

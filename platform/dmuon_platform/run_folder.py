@@ -60,13 +60,18 @@ def run_folder(run: str, storage: str) -> Path:
     )
 
 
+def default_storage() -> Path:
+    """Return where runs lie of which nobody says where."""
+    return Path(JobSpec.model_fields["storage"].default)
+
+
 def words_for(folder: Path) -> str:
     """Return by which words a ``dmuon`` command finds a run from the working folder.
 
     That is its name, with ``--storage`` unless it lies where the command looks by itself.
     """
-    default = Path(JobSpec.model_fields["storage"].default).absolute()
-    where = [] if folder.parent.absolute() == default else [f"--storage={folder.parent.absolute()}"]
+    is_there = folder.parent.absolute() == default_storage().absolute()
+    where = [] if is_there else [f"--storage={folder.parent.absolute()}"]
     return shlex.join([folder.name, *where])
 
 

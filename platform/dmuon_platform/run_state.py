@@ -302,5 +302,5 @@ def _tracking(folder: Path) -> dict[str, Any]:
     delivered = TrackingFiles(folder).delivered()
     if not delivered.uri:
         return {}
-    uri = without_credentials(delivered.uri)
+    uri = without_credentials(str(delivered.uri))  # a damaged file may hold anything
     return {"uri": uri, "run_id": delivered.run_id, "problem": delivered.problem}

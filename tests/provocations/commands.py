@@ -165,7 +165,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "checkpoint verify runs/torn",
         2,
-        ("runs/torn is the folder of a run", "dmuon checkpoint list runs/torn"),
+        ("runs/torn is the folder of a run", "which this lists: dmuon checkpoint list runs/torn"),
     ),
     ("checkpoint show file", 2, ("file: it is no folder; give the folder of a checkpoint",)),
     ('checkpoint show ""', 2, ("the path of a checkpoint must be text", "and not empty, got ''")),

@@ -29,6 +29,8 @@ def test_a_checkpoint_is_the_same_as_its_copy_and_differs_from_a_later_one(writt
     ours, theirs = weights_of(written / "step-1"), weights_of(written / "step-2")
     by_name = {each.name: each for each in found.values}
     assert {"embed.weight", "momentum_buffer/layers.0.q_proj.weight"} <= by_name.keys()
+    is_state = ["/" in each.name for each in found.values]
+    assert is_state == sorted(is_state), "weights come before the optimizer's tensors"
     for name, value in ours.items():
         delta = (value.double() - theirs[name].double()).abs()
         scale = torch.maximum(value.double().abs(), theirs[name].double().abs())

@@ -75,6 +75,18 @@ def test_list_of_a_run_is_that_of_its_checkpoints(run: Path, command: Command) -
     assert [line.split()[0] for line in command.out.splitlines()] == ["NAME", "step-1", "step-2"]
 
 
+def test_the_name_of_a_run_is_answered_with_its_folder(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, tmp_path / "runs" / "mine" / "checkpoints")
+    (tmp_path / "runs" / "mine" / "job.toml").touch()
+    for action in ("list", "show", "verify"):
+        assert command(action, "mine") == 2
+        assert "there is no folder mine; the checkpoints of the run of that name" in command.err
+        assert "dmuon checkpoint list runs/mine" in command.err
+
+
 def test_list_shows_the_newest_alone(written: Path, command: Command) -> None:
     assert command("list", written, "--newest", "1") == 0
     _, line = command.out.splitlines()

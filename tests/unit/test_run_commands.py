@@ -428,6 +428,8 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
         pass
     Heartbeats(folder).write(beat_of(attempt=1, progress=1.0))
     (folder / "tracking").mkdir()
+    (folder / "tracking" / "delivered.json").write_text('{"uri": 7, "run_id": 7, "problem": 7}')
+    assert dmuon("status", folder) == 75
     (folder / "tracking" / "delivered.json").write_text('{"uri": "x", "run_id": "y"}')
     (folder / "stop.json").write_text('{"launch": 1}')
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
