@@ -28,11 +28,12 @@ SIGNALLED = 128
 
 DIED = "JOB_SUPERVISOR_ACTOR_DIED"
 
-CHATTY = (
-    "ray._private.runtime_env.packaging",
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-)
+CHATTY = {
+    "ray._private.runtime_env.packaging": logging.WARNING,
+    "ray._private.runtime_env.working_dir": logging.ERROR,  # warns of what is left out by default
+    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
+    "ray.dashboard.modules.job.sdk": logging.WARNING,
+}
 """Modules of Ray that tell every step of an upload, where one line of ours is enough."""
 
 _LIVELINESS = {JobStatus.RUNNING: 2, JobStatus.PENDING: 1}
@@ -59,8 +60,8 @@ def connect(address: str) -> JobSubmissionClient:
             f"No Ray job server can be at --address {address}: its address begins with http://, as "
             "http://HOST:8265."
         )
-    for module in CHATTY:
-        logging.getLogger(module).setLevel(logging.WARNING)
+    for module, level in CHATTY.items():
+        logging.getLogger(module).setLevel(level)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
