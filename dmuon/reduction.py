@@ -169,15 +169,13 @@ def choose_reduction(group: dist.ProcessGroup) -> StartReduction:
 
 def _joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of all; where they lie back to back already, without a copy."""
-    first = flats[0]
-    end = first.storage_offset()
+    first, storage = flats[0], flats[0].untyped_storage().data_ptr()
+    end = begin = first.storage_offset()
     for flat in flats:
-        if flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(list(flats))
-        if flat.storage_offset() != end:
+        if (flat.untyped_storage().data_ptr(), flat.storage_offset()) != (storage, end):
             return torch.cat(list(flats))
         end += flat.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+    return first.as_strided((end - begin,), (1,))
 
 
 def pack(parcels: Reduced) -> list[DedicatedParam]:

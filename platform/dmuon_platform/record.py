@@ -12,11 +12,8 @@ from dmuon_platform.events import Journal
 from dmuon_platform.place import Place
 from dmuon_platform.run_story import ROLLED_BACK
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.spool import EVALUATION, MetricsSpool, evaluation_of
 from dmuon_platform.update_table import UPDATES_FILE, UpdateTable
-
-EVALUATION = "evaluation/"
-"""Prefix of the metrics of an evaluation."""
 
 
 class Record:
@@ -63,8 +60,9 @@ class Record:
         """
         if self._spool is not None:
             self._spool.append(step, metrics, time.time())
-        if evaluation := _evaluation(metrics):
-            self.note("evaluated", step=step, **evaluation)
+        if evaluation := evaluation_of(metrics):
+            facts = {key.removeprefix(EVALUATION): value for key, value in evaluation.items()}
+            self.note("evaluated", step=step, **facts)
         if self._updates is not None and updates is not None:
             self._updates.append(step, updates.to_metrics(), time.time())
 
@@ -132,8 +130,3 @@ class Record:
     def _note(self, kind: str, **data: Any) -> None:
         if self._journal is not None:
             self._journal.append(kind, attempt=self.attempt, **data)
-
-
-def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
-    found = (key.removeprefix(EVALUATION) for key in metrics if key.startswith(EVALUATION))
-    return {name: metrics[EVALUATION + name] for name in found}

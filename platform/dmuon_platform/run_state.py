@@ -26,7 +26,7 @@ from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job
-from dmuon_platform.spool import METRICS_FILE
+from dmuon_platform.spool import METRICS_FILE, evaluation_of
 from dmuon_platform.stop_request import StopFile
 from dmuon_platform.tracking_files import TrackingFiles
 
@@ -245,8 +245,7 @@ def _metrics_of(folder: Path, step: int) -> dict[str, float]:
 
 def _evaluation(folder: Path, step: int) -> dict[str, float]:
     for line in _told(folder, step):
-        found = {k: v for k, v in _metrics(line).items() if k.startswith("evaluation/")}
-        if found:
+        if found := evaluation_of(_metrics(line)):
             return {"step": float(line["step"]), **found}
     return {}
 

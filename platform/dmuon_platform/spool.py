@@ -22,6 +22,10 @@ SYNC_EVERY_S = 1.0
 """What a crash of the whole machine may lose; the death of a process loses nothing."""
 
 
+EVALUATION = "evaluation/"
+"""Prefix of the metrics of an evaluation."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The metrics of one step."""
@@ -195,6 +199,11 @@ class MetricsSpool:
     def _note_start(self, content: Mapping[str, Any], start: int) -> None:
         if self._starts is not None and "replay" not in content:
             self._starts[content["step"]] = start
+
+
+def evaluation_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return those metrics that are of an evaluation, by their whole names."""
+    return {key: value for key, value in metrics.items() if key.startswith(EVALUATION)}
 
 
 def _record(content: Mapping[str, Any]) -> Record | None:

@@ -17,6 +17,7 @@ from dmuon_platform.record import Record
 from dmuon_platform.saving import Saving
 from dmuon_platform.setbacks import Setbacks
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.spool import evaluation_of
 from dmuon_platform.stability import Verdict
 from dmuon_platform.stop_request import StopRequest
 from dmuon_platform.training import Training
@@ -80,7 +81,7 @@ def train(
 
     result = {
         "step": step,
-        "evaluation": _evaluation(metrics) or _evaluation(training.evaluate()),
+        "evaluation": evaluation_of(metrics) or evaluation_of(training.evaluate()),
         "weights_sha256": saving.weights_digest(),
     }
     record.finished(result)
@@ -107,10 +108,6 @@ def stop(step: int, saving: Saving, record: Record, request: StopRequest) -> dic
     result = {"step": step, "checkpoint": saving.newest_step, **asdict(request)}
     record.stopped(result)
     return {"stopped": result}
-
-
-def _evaluation(metrics: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if key.startswith("evaluation/")}
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -20,6 +20,7 @@ from dmuon_platform.place import Place
 from dmuon_platform.preflight import record_job
 from dmuon_platform.record import Record
 from dmuon_platform.spec import JobSpec
+from dmuon_platform.spool import evaluation_of
 from dmuon_platform.training import Training
 
 LOOK_S = 1.0
@@ -87,5 +88,4 @@ def _train(spec: JobSpec, dataset: Path) -> None:
             metrics |= training.evaluate()
         record.step(done, metrics)
     record.sync()
-    evaluation = {key: value for key, value in metrics.items() if key.startswith("evaluation/")}
-    record.finished({"step": spec.num_steps, "evaluation": evaluation})
+    record.finished({"step": spec.num_steps, "evaluation": evaluation_of(metrics)})
