@@ -121,7 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     spec = _job(arguments)
-    from dmuon_platform.launch import run_job
+    from dmuon_platform.driver_lease import refuse_while_locked
+    from dmuon_platform.spec.resume import base_folder
+
+    refuse_while_locked(spec.anchored(base_folder()).run_dir)
+    from dmuon_platform.launch import run_job  # needs torch and Ray, which takes a while
 
     run_job(spec)
     return 0

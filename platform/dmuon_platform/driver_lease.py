@@ -180,6 +180,19 @@ def refuse_while_running(run_dir: Path) -> None:
         raise _already_running(run_dir, driver)
 
 
+def refuse_while_locked(run_dir: Path) -> None:
+    """Say that a run is being run, before a launch of it loads and prepares anything.
+
+    The lock alone is asked, which needs no clock: whether a driver lives on a machine whose locks
+    do not show here, a `DriverLease` finds out.
+
+    Raises:
+        AlreadyRunning: It is.
+    """
+    if _is_locked(run_dir):
+        raise _already_running(run_dir, Driver.read(run_dir))
+
+
 def _already_running(run_dir: Path, driver: Driver | None) -> AlreadyRunning:
     who = "another process" if driver is None else str(driver)
     return AlreadyRunning(

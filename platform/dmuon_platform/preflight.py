@@ -20,24 +20,19 @@ from dmuon_platform.model import build_model, check_weights, vocabulary_size
 from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
-from dmuon_platform.spec.resume import UPLOADED_FOLDERS
+from dmuon_platform.spec.resume import base_folder
 
 
 def resolve(spec: JobSpec) -> JobSpec:
-    """Return the job with the paths that workers read made absolute: they run in other folders.
-
-    Inside ``ray job submit`` the working folder is a copy that goes with the cluster, so there a
-    relative ``storage`` lies in the home folder of the cluster's user.
-    """
+    """Return the job with the paths that workers read made absolute: they run in other folders."""
     here = Path.cwd()
-    base = Path.home() if UPLOADED_FOLDERS in here.parts else here
     model = spec.model
     if model.path is not None:
         model = model.model_copy(update={"path": str(here / model.path)})
     data = spec.data
     if data.tokenizer != BYTES:
         data = data.model_copy(update={"tokenizer": str(here / data.tokenizer)})
-    absolute = spec.model_copy(update={"model": model, "data": data}).anchored(base)
+    absolute = spec.model_copy(update={"model": model, "data": data}).anchored(base_folder())
     return with_tokenizer_of_model(absolute)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_platform import matplotlib_cache, run_report
+from dmuon_platform.driver_lease import refuse_while_locked
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
@@ -154,6 +155,7 @@ def resume(arguments: argparse.Namespace) -> int:
         ) from error
     changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
     spec = load_job(folder / JOB_FILE, changes)
+    refuse_while_locked(folder)
     from dmuon_platform.launch import run_job
 
     run_job(spec)

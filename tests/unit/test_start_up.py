@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.spec import JobSpec
+from small_job import small
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +64,20 @@ def test_what_steers_the_workers_does_not_import_what_they_do() -> None:
     assert not {"dmuon_platform.training", "torch.distributed.fsdp"} & imported_by(
         "import dmuon_platform.attempts"
     )
+
+
+def test_a_second_launch_is_refused_before_torch_and_ray_are_imported(tmp_path: Path) -> None:
+    job = tmp_path / "small.toml"
+    spec = JobSpec.model_validate(small(storage=str(tmp_path)))
+    spec.run_dir.mkdir()
+    for file in (job, spec.run_dir / "job.toml"):
+        file.write_text(spec.to_toml())
+    (spec.run_dir / "events.jsonl").touch()
+    resume = ["resume", "small", "--storage", str(tmp_path)]
+    with DriverLease(spec.run_dir):
+        for arguments in (["run", str(job)], resume):
+            added = imported_by(
+                f"from dmuon_platform.cli import main\nassert main({arguments!r}) == 3"
+            )
+            assert not {"torch", "ray", "mlflow"} & added
+        assert not list(spec.run_dir.glob("checkpoints"))

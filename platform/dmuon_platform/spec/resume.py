@@ -31,6 +31,16 @@ UPLOADED_FOLDERS = "working_dir_files"
 """Ray unpacks what ``--working-dir`` uploads below a folder of this name, each into its own."""
 
 
+def base_folder() -> Path:
+    """Return the folder at which a relative ``storage`` starts in this process.
+
+    Inside ``ray job submit`` the working folder is a copy that goes with the cluster, so there it
+    is the home folder of the cluster's user.
+    """
+    here = Path.cwd()
+    return Path.home() if UPLOADED_FOLDERS in here.parts else here
+
+
 def differences_that_forbid_resume(earlier: "JobSpec", later: "JobSpec") -> list[str]:
     """Return the keys outside `MAY_CHANGE` that differ, as ``key: old -> new``."""
     was, now = (flat(one.model_dump(mode="json")) for one in (earlier, later))
