@@ -6,13 +6,21 @@ import logging
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from dmuon_platform.errors import INTERRUPTED, RUNNING, GracefulStop, NoCluster, PlatformError
+from dmuon_platform.errors import (
+    INTERRUPTED,
+    RUNNING,
+    GracefulStop,
+    NoCluster,
+    PlatformError,
+    SpecError,
+)
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import NoSuchRun
 from dmuon_platform.terminal_text import terminal_text
@@ -25,6 +33,9 @@ STORAGE_KEY = "dmuon_storage"
 
 SIGNALLED = 128
 """Exit codes above are of processes that a signal ended; they also come as negative numbers."""
+
+REFUSALS = frozenset({RUNNING, SpecError.exit_code, NoSuchRun.exit_code})
+"""Exit codes of submissions that have started nothing, so they say nothing of their run."""
 
 DIED = "JOB_SUPERVISOR_ACTOR_DIED"
 
@@ -64,12 +75,18 @@ def connect(address: str) -> JobSubmissionClient:
         logging.getLogger(module).setLevel(level)
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, AuthenticationError) as error:
         raise NoJobServer(
             f"No Ray job server answers at --address {address} ({error}). Start one with "
             "`ray start --head` (it needs `ray[default]`; the port is 8265 unless changed), or "
             "correct the address. If the cluster uses token authentication, set RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN as on its head."
+        ) from error
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise NoJobServer(
+            f"What answers at --address {address} is not Ray's job server: it tells no version of "
+            "Ray under /api/version. Give the address of the dashboard on the cluster's head, "
+            "http://HOST:8265 unless its port was changed."
         ) from error
 
 
@@ -112,6 +129,12 @@ def last_words(output: str) -> str | None:
     return _RAY_LINE.sub("", lines[-1]).strip() if lines else None
 
 
+def complaint(output: str) -> str | None:
+    """Return on one line why a job has ended, as our command said it last; None if it did not."""
+    _, is_there, words = f"\n{terminal_text(output)}".rpartition("\ndmuon: ")
+    return " ".join(words.split()) if is_there else last_words(output)
+
+
 def verdict(
     status: JobStatus, exit_code: int | None, error_type: str | None = None
 ) -> tuple[State, int]:
@@ -134,10 +157,21 @@ def verdict(
 def meant_of(jobs: Sequence[JobDetails]) -> JobDetails:
     """Return which of several submissions of a run is meant: one that runs, else the newest.
 
-    One that was refused because the run was going on says nothing about it, unless it is alone.
+    One that was refused says nothing about the run, unless there is no other.
     """
-    told = [job for job in jobs if job.driver_exit_code != RUNNING] or jobs
+    told = [job for job in jobs if not _is_refused(job)] or jobs
     return max(told, key=lambda job: (_LIVELINESS.get(job.status, 0), job.start_time or 0))
+
+
+def refused_since(meant: JobDetails, jobs: Sequence[JobDetails]) -> JobDetails | None:
+    """Return the newest of the submissions of a run that were refused after ``meant``."""
+    since = meant.start_time or 0
+    later = [job for job in jobs if _is_refused(job) and (job.start_time or 0) > since]
+    return max(later, key=lambda job: job.start_time or 0, default=None)
+
+
+def _is_refused(job: JobDetails) -> bool:
+    return job.status == JobStatus.FAILED and job.driver_exit_code in REFUSALS
 
 
 def _failure(exit_code: int | None, error_type: str | None) -> tuple[State, int]:
@@ -145,7 +179,7 @@ def _failure(exit_code: int | None, error_type: str | None) -> tuple[State, int]
     if by_signal or (exit_code is None and error_type == DIED):
         return State.INTERRUPTED, GracefulStop.exit_code
     code = PlatformError.exit_code if exit_code in (None, 0, RUNNING) else exit_code
-    return State.FAILED, code
+    return State.REFUSED if exit_code in REFUSALS else State.FAILED, code
 
 
 class RemoteJobs:
@@ -164,8 +198,11 @@ class RemoteJobs:
 
     def status(self, name: str, *, as_json: bool) -> int:
         """Print how a job stands; return what a scheduler should know of it."""
-        job = self._newest(name)
+        jobs = self._of(name)
+        job = meant_of(jobs)
         state, code = verdict(job.status, job.driver_exit_code, job.error_type)
+        output = self._client.get_job_logs(job.submission_id)
+        later = refused_since(job, jobs)
         facts: dict[str, Any] = {
             "name": (job.metadata or {}).get(NAME_KEY, name),
             "submission": job.submission_id,
@@ -174,16 +211,31 @@ class RemoteJobs:
             "driver_exit_code": job.driver_exit_code,
             "started": None if job.start_time is None else job.start_time / 1000,
             "ended": job.end_time / 1000 if job.end_time else None,
-            "output": last_words(self._client.get_job_logs(job.submission_id)),
+            "problem": complaint(output) if state is State.REFUSED else None,
+            "output": last_words(output),
+            "refused_since": None if later is None else self._refused(later),
         }
         if as_json:
             print(json.dumps(facts, indent=2))
         else:
-            print(f"{facts['name']}: {state}, as {job.submission_id} at {self._address}")
-            if state in (State.STOPPED, State.INTERRUPTED):
-                print(f"to go on     {terminal_text(self._way_on(job))}")
-            print(f"last output  {facts['output'] or 'none yet'}")
+            print("\n".join(self._lines(facts, state, job)))
         return code
+
+    def _refused(self, job: JobDetails) -> dict[str, Any]:
+        said = complaint(self._client.get_job_logs(job.submission_id))
+        return {"submission": job.submission_id, "problem": said}
+
+    def _lines(self, facts: dict[str, Any], state: State, job: JobDetails) -> Iterator[str]:
+        yield f"{facts['name']}: {state}, as {job.submission_id} at {self._address}"
+        if state in (State.STOPPED, State.INTERRUPTED):
+            yield f"to go on     {terminal_text(self._way_on(job))}"
+        if state is State.REFUSED:
+            yield f"why          {facts['problem'] or 'it has not said why'}"
+        else:
+            yield f"last output  {facts['output'] or 'none yet'}"
+        if later := facts["refused_since"]:
+            why = later["problem"] or "it has not said why"
+            yield f"note         {later['submission']}, submitted later, was refused: {why}"
 
     def _way_on(self, job: JobDetails) -> str:
         facts = job.metadata or {}
@@ -195,7 +247,7 @@ class RemoteJobs:
 
     def logs(self, name: str, *, follow: bool) -> int:
         """Print what a job has printed."""
-        submission = self._newest(name).submission_id
+        submission = meant_of(self._of(name)).submission_id
         if follow:
             follow_output(self._client, submission, self._address)
         else:
@@ -204,7 +256,7 @@ class RemoteJobs:
 
     def stop(self, name: str, *, wait: bool) -> int:
         """Ask Ray to stop a job, whose driver then saves a checkpoint and ends."""
-        job = self._newest(name)
+        job = meant_of(self._of(name))
         if job.status.is_terminal():
             print(f"{name} is not running: {verdict(job.status, job.driver_exit_code)[0]}.")
             return 0
@@ -216,11 +268,11 @@ class RemoteJobs:
             print(f"{name} has ended.")
         return 0
 
-    def _newest(self, name: str) -> JobDetails:
+    def _of(self, name: str) -> list[JobDetails]:
         jobs = [job for job in jobs_of(self._client, self._address) if job.submission_id]
         mine = [j for j in jobs if name in (j.submission_id, (j.metadata or {}).get(NAME_KEY))]
         if mine:
-            return meant_of(mine)
+            return mine
         names = sorted({(job.metadata or {}).get(NAME_KEY, job.submission_id) for job in jobs})
         there = f"It has {', '.join(names)}." if names else "It has none at all."
         raise NoSuchRun(

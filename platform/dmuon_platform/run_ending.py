@@ -18,6 +18,8 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
     """Its driver is gone without a word: killed, or the machine."""
     FAILED = "failed"
+    REFUSED = "refused"
+    """Of a submission alone: nothing was started, and the run is as it was."""
 
 
 def ending_of(

@@ -181,12 +181,22 @@ def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_nam
     assert "has no job of a run 'other'. It has " in told
     assert "started anew has forgotten its jobs" in told
     assert _ask("stop", *server, "--wait")[0] == 0
-    assert _ask("status", *server)[0] == 75
+    _submit_refused(server, *submit, *changes, "optimizer.lr=0.5")
     code, told = _ask("logs", *server)
     assert (code, "\x1b" in told, "Connected to Ray" in told) == (0, False, False), told
     assert "2 workers train from step 0" in told
     assert driver.run("status", watched.folder)[0] == 75
     assert _ask("status", "--storage", str(tmp_path / "elsewhere"))[0] == 66
+
+
+def _submit_refused(server: tuple[str, str], *submit: str) -> None:
+    """Submit what only the cluster can refuse: the run that is meant stays the one before."""
+    code, told = driver.run(*submit, RAY_AUTH_MODE="disabled")
+    assert code == 0, told
+    driver.wait_until(lambda: "was refused: 'watched' was" in _ask("status", *server)[1])
+    code, told = _ask("status", *server)
+    assert (code, "watched: stopped" in told) == (75, True), told
+    assert "optimizer.lr: 0.02 -> 0.5" in told
 
 
 def _prepared_by_the_cluster(text: Path, folder: Path) -> tuple[str, str]:

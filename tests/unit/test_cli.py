@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 import pytest
 from dmuon_platform import cli, launch, remote_jobs
@@ -239,6 +240,47 @@ def test_a_job_server_that_fails_is_told_in_a_sentence(
         assert cli.main([*command, "--address", address]) == 69
         server.shutdown()
     assert f"The job server at {address} does not list its jobs" in capsys.readouterr().err
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """Another program that speaks HTTP; what it answers is the first part of the path."""
+
+    answers: ClassVar = {
+        "not-found": (404, b""),
+        "broken": (500, b""),
+        "page": (200, b"<html>"),
+        "other": (200, b"{}"),
+        "list": (200, b"[]"),
+        "guarded": (401, b"who are you?"),
+    }
+
+    def do_GET(self) -> None:
+        code, body = self.answers[self.path.split("/")[1]]
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", OtherServer.answers)
+def test_what_is_no_job_server_is_told_as_that_and_not_in_rays_words(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/{kind}"
+        assert cli.main(["status", "x", "--address", address]) == 69
+        server.shutdown()
+    told = capsys.readouterr().err
+    if kind == "guarded":
+        assert "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head" in told
+    else:
+        assert f"What answers at --address {address} is not Ray's job server" in told
+        assert "http://HOST:8265 unless its port was changed" in told
+    assert "Version check" not in told
 
 
 @pytest.mark.parametrize("storage", ["runs", "/mnt/my runs"])

@@ -15,7 +15,7 @@ from dmuon_platform import cli, launch
 from dmuon_platform.events import Journal
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.line_file import LineFile
-from dmuon_platform.remote_jobs import last_words, meant_of, verdict
+from dmuon_platform.remote_jobs import complaint, last_words, meant_of, refused_since, verdict
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_report import plain, report
 from dmuon_platform.run_state import read_run
@@ -311,7 +311,9 @@ def test_resume_launches_the_recorded_job_where_its_folder_is_now(tmp_path, monk
         (("FAILED", 86), (State.FAILED, 86)),
         (("FAILED", -9), (State.INTERRUPTED, 75)),
         (("FAILED", 137), (State.INTERRUPTED, 75)),
-        (("FAILED", 3), (State.FAILED, 1)),
+        (("FAILED", 3), (State.REFUSED, 1)),
+        (("FAILED", 66), (State.REFUSED, 66)),
+        (("FAILED", 78), (State.REFUSED, 78)),
         (("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), (State.INTERRUPTED, 75)),
         (("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE"), (State.FAILED, 1)),
     ],
@@ -327,6 +329,8 @@ def test_what_a_job_has_printed_is_shown_without_colours_and_where_ray_says_it()
     assert last_words(f"step 1\n{said}\n \n") == "Runtime env is set up."
     assert last_words("\x1b[36m(pid=1)\x1b[0m step 2/9  loss 1.0\n") == "(pid=1) step 2/9  loss 1.0"
     assert last_words("\n") is None
+    assert complaint("dmuon: a\nstep 1\ndmuon: \x1b[1mwrong:\n  x\nGo.\n") == "wrong: x Go."
+    assert (complaint("step 1\nKilled\n"), complaint("")) == ("Killed", None)
 
 
 OBEYED = (
@@ -370,21 +374,29 @@ def test_nothing_that_others_wrote_steers_the_terminal(control, tmp_path, capsys
         ([("RUNNING", 1), ("PENDING", 2)], 1),
         ([("FAILED", 1), ("PENDING", None)], None),
         ([("SUCCEEDED", 1), ("FAILED", 2, 3)], 1),
+        ([("SUCCEEDED", 1), ("FAILED", 2, 78), ("FAILED", 3, 66)], 1),
         ([("FAILED", 1, 3), ("FAILED", 2, 3)], 2),
     ],
 )
 def test_of_several_submissions_of_a_run_one_that_runs_is_meant(jobs, meant):
-    details = [
-        JobDetails(
-            type=JobType.SUBMISSION,
-            entrypoint="x",
-            status=JobStatus(status),
-            start_time=started,
-            driver_exit_code=code[0] if code else None,
-        )
-        for status, started, *code in jobs
-    ]
-    assert meant_of(details).start_time == meant
+    assert meant_of([submission(*job) for job in jobs]).start_time == meant
+
+
+def test_a_submission_that_was_refused_is_told_beside_the_one_that_is_meant():
+    jobs = [("FAILED", 1, 78), ("SUCCEEDED", 2, 0), ("FAILED", 3, 78), ("FAILED", 4, 3)]
+    first, done, *_, newest = details = [submission(*job) for job in jobs]
+    assert refused_since(done, details) is newest
+    assert refused_since(done, [first, done]) is None
+
+
+def submission(status: str, started: int | None, code: int | None = None) -> JobDetails:
+    return JobDetails(
+        type=JobType.SUBMISSION,
+        entrypoint="x",
+        status=JobStatus(status),
+        start_time=started,
+        driver_exit_code=code,
+    )
 
 
 @pytest.mark.parametrize("action", ["status", "logs", "stop", "runs"])
