@@ -29,7 +29,7 @@ from dmuon_platform.run_folder import PLOTS_FOLDER, REPORT_FILE
 from dmuon_platform.run_story import plans_of, tags_of
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.system_sampler import SYSTEM_FILE, SystemSampler
-from dmuon_platform.tracked_run import TrackedRun, is_reachable
+from dmuon_platform.tracked_run import TrackedRun, is_reachable, is_refused
 from dmuon_platform.tracking_files import TrackingFiles
 from dmuon_platform.update_table import UPDATES_FILE
 
@@ -43,6 +43,11 @@ ORPHANED_S = 20.0
 
 ENDINGS = {"FINISHED": State.FINISHED, "FAILED": State.FAILED, "KILLED": State.STOPPED}
 """How a run ends, by the status that its tracker shows then."""
+
+LOGIN = (
+    "If the server wants a user and a password, launch the run again with MLFLOW_TRACKING_USERNAME "
+    "and MLFLOW_TRACKING_PASSWORD in its environment, or with them in tracking.uri of the job file"
+)
 
 _log = logging.getLogger("dmuon_platform.drain")
 
@@ -97,6 +102,8 @@ class Drain:
             except Exception as error:  # a tracker may fail in any way, and never the training
                 _log.exception("could not tell %s", what)
                 problem = f"{what}: {type(error).__name__}: {error}"
+                if is_refused(error):
+                    problem = f"{problem}. {LOGIN}"
                 if not is_reachable(uri):
                     problem = f"{uri} does not answer"
                     break
@@ -117,8 +124,7 @@ class Drain:
             Journal(self._run_dir).note(TRACKING_FAILED, problem=problem)
         elif problem is None and self._is_behind:
             self._has_complained = self._is_behind = False
-            uri = without_credentials(self._description.uri)
-            Journal(self._run_dir).note(TRACKING_WORKS, uri=uri)
+            Journal(self._run_dir).note(TRACKING_WORKS, uri=self._description.uri)
 
     def _topics(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "the run", self._open
@@ -295,10 +301,19 @@ def _order(orders: int, wait_s: float) -> float | None:
     return float(words[1]) if words[:1] == [b"finish"] else ORPHANED_S
 
 
+class _Formatter(logging.Formatter):
+    """Traces of MLflow name its URI as it was given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_credentials(super().format(record))
+
+
 def main(run_dir: Path) -> None:
     """Deliver one run; waits while another drain of it is at work."""
     files = TrackingFiles(run_dir)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with files.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         serve(Drain(run_dir), sys.stdin.fileno())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
+from dmuon_platform.credentials import keep_aside
 from dmuon_platform.data import (
     BYTES,
     check_data,
@@ -24,7 +25,10 @@ from dmuon_platform.spec.resume import base_folder
 
 
 def resolve(spec: JobSpec) -> JobSpec:
-    """Return the job with the paths that workers read made absolute: they run in other folders."""
+    """Return the job with the paths that workers read made absolute: they run in other folders.
+
+    The credentials of its tracking URI are put into the environment, so that no file has them.
+    """
     here = Path.cwd()
     model = spec.model
     if model.path is not None:
@@ -32,7 +36,11 @@ def resolve(spec: JobSpec) -> JobSpec:
     data = spec.data
     if data.tokenizer != BYTES:
         data = data.model_copy(update={"tokenizer": str(here / data.tokenizer)})
-    absolute = spec.model_copy(update={"model": model, "data": data}).anchored(base_folder())
+    tracking = spec.tracking
+    if tracking.uri is not None:
+        tracking = tracking.model_copy(update={"uri": keep_aside(tracking.uri)})
+    changes = {"model": model, "data": data, "tracking": tracking}
+    absolute = spec.model_copy(update=changes).anchored(base_folder())
     return with_tokenizer_of_model(absolute)
 
 

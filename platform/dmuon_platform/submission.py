@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.job_submission import JobSubmissionClient
 
+from dmuon_platform.credentials import without_credentials
 from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
@@ -66,6 +67,7 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
     Raises:
         PlatformError: The job is wrong, its run goes on already, or the server does not take it.
     """
+    _check_secret(overrides)
     spec = load_job(job, overrides)
     entrypoint = _entrypoint(job, overrides)
     _check_uploaded(job, spec)
@@ -101,6 +103,7 @@ def submit_resume(
     Raises:
         PlatformError: The storage is not absolute, or the server does not take the job.
     """
+    _check_secret(overrides)
     if not Path(storage).is_absolute():
         raise SpecError(
             f"--storage {storage} must be the absolute path at which the cluster sees it, since "
@@ -200,6 +203,16 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
     start = [FROM_A_CLONE] if _is_clone(here) else [*OUR_COMMAND, "run"]
     command = ["python", *start, path.relative_to(here).as_posix()]
     return shlex.join([*command, *(f"--set={one}" for one in overrides)])
+
+
+def _check_secret(overrides: Sequence[str]) -> None:
+    for one in overrides:
+        if (shown := without_credentials(one)) != one:
+            raise SpecError(
+                f"--set {shown}: the cluster would show its password to all who can list jobs. "
+                "Write it in the job file, or put MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD into the environment in which the cluster is started"
+            )
 
 
 def _check_uploaded(job: str, spec: JobSpec) -> None:

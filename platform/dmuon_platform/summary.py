@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from dmuon_platform.credentials import without_credentials
 from dmuon_platform.tracking import Delivery
 
 
@@ -89,8 +88,7 @@ def _tracked_lines(delivery: Delivery, alias: str) -> Iterator[tuple[str, str]]:
         return
     yield "MLflow run", delivery.run_id
     served = delivery.uri.startswith("http")
-    uri = without_credentials(delivery.uri)
-    how = uri if served else f"mlflow ui --backend-store-uri {uri}"
+    how = delivery.uri if served else f"mlflow ui --backend-store-uri {delivery.uri}"
     yield "  to see it", how
     if delivery.model_name is not None and delivery.model_version is not None:
         place = "/latest" if alias.lower() == "latest" else f"@{alias}"

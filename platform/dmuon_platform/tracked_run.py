@@ -16,7 +16,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 
 from dmuon_platform.account import user_name
-from dmuon_platform.credentials import without_credentials
+from dmuon_platform.credentials import with_credentials, without_credentials
 from dmuon_platform.tracking_files import Description
 
 RUN_KEY_TAG = "dmuon.run_key"
@@ -42,7 +42,7 @@ class TrackedRun:
 
     def __init__(self, description: Description) -> None:
         self._description = description
-        mlflow.set_tracking_uri(description.uri)
+        mlflow.set_tracking_uri(with_credentials(description.uri))
         with _schema_lock(description.uri):
             self.client = mlflow.MlflowClient()
             self.experiment_id = self._find_experiment()
@@ -129,6 +129,11 @@ class TrackedRun:
         name = self._description.run_name
         tags = {RUN_KEY_TAG: key, "mlflow.user": user_name() or str(os.getuid())}
         return self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+
+
+def is_refused(error: Exception) -> bool:
+    """Tell whether a server answers nobody who does not say who he is, or not this one."""
+    return isinstance(error, MlflowException) and error.get_http_status_code() in (401, 403)
 
 
 def is_reachable(uri: str) -> bool:

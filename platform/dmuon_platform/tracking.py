@@ -33,6 +33,7 @@ DRAIN_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # it loses data in silence
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with its password, into the drain's log
 }
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")

@@ -16,7 +16,7 @@ class Description:
     """Everything a tracker is told about a run that is not in the run's other files."""
 
     uri: str
-    """Of the MLflow server or database."""
+    """Of the MLflow server or database, without credentials."""
     experiment: str
     run_name: str
     run_key: str

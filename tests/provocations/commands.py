@@ -113,6 +113,16 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
         ),
     ),
     ("submit job.toml", 2, ("required: --address",)),
+    (
+        "submit job.toml --address http://127.0.0.1:1 --set tracking.uri=http://me:s3cret@far",
+        78,
+        ("--set tracking.uri=http://far", "would show its password"),
+    ),
+    (
+        "resume x --address http://127.0.0.1:1 --set tracking.uri=http://me:s3cret@far",
+        78,
+        ("Write it in the job file, or put",),
+    ),
     ("resume x --address http://127.0.0.1:1", 78, ("--storage runs must be the absolute path",)),
     # runs
     ("status .", 66, ("There is no run", "--storage names another")),  # where job.toml is a user's

@@ -1,5 +1,6 @@
 """The user and the password in a tracking URI stay where they are needed."""
 
+import logging
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -7,10 +8,11 @@ from threading import Thread
 
 import pytest
 from dmuon_platform import cli
-from dmuon_platform.credentials import without_credentials
-from dmuon_platform.drain import Drain
+from dmuon_platform.credentials import keep_aside, with_credentials, without_credentials
+from dmuon_platform.drain import Drain, _Formatter
 from dmuon_platform.events import Journal
 from dmuon_platform.finding import State
+from dmuon_platform.preflight import resolve
 from dmuon_platform.service_checks import check_mlflow
 from dmuon_platform.spec import job_of
 from dmuon_platform.tracked_run import is_reachable
@@ -28,6 +30,7 @@ from small_job import small
             "postgresql://far/db?user=me&password=s3cret&x=1",
             "postgresql://far/db?user=me&password=***&x=1",
         ),
+        ("postgresql+psycopg2://me:s3/cr@et@far/db", "postgresql+psycopg2://far/db"),
         ("no https://me@far/api (nor http://me:x@b)", "no https://far/api (nor http://b)"),
         ("http://far:5000/a@b", "http://far:5000/a@b"),
         ("sqlite:////runs/me@far.db", "sqlite:////runs/me@far.db"),
@@ -68,7 +71,7 @@ def test_a_tracker_that_fails_and_works_again_is_told_without_its_password(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # a drain in this process sets it
     uri = "http://me:s3cret@127.0.0.1:1"
-    spec = job_of(small(storage=str(tmp_path), tracking={"uri": uri}))
+    spec = resolve(job_of(small(storage=str(tmp_path), tracking={"uri": uri})))
     spec.run_dir.mkdir()
     (spec.run_dir / "job.toml").write_text(spec.to_toml())
     files = TrackingFiles(spec.run_dir)
@@ -84,3 +87,29 @@ def test_a_tracker_that_fails_and_works_again_is_told_without_its_password(
     assert "http://127.0.0.1:1 does not answer" in said
     assert "MLflow has been told everything again: http://127.0.0.1:1" in said
     assert "s3cret" not in said + (spec.run_dir / "events.jsonl").read_text()
+
+
+def test_the_environment_keeps_them_for_their_own_server_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://you:other@far")
+    assert with_credentials("http://far") == "http://you:other@far"  # as given by the user
+    bare = keep_aside("postgresql://me:s3cret@near/db")
+    assert bare == "postgresql://near/db"
+    assert with_credentials(bare) == "postgresql://me:s3cret@near/db"
+    assert with_credentials(keep_aside("http://far")) == "http://far"
+
+
+def test_another_password_is_no_other_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    one, other = (
+        resolve(job_of(small(storage=str(tmp_path), tracking={"uri": f"http://me:{word}@far"})))
+        for word in ("s3cret", "n3w")
+    )
+    assert one == other
+    assert "s3cret" not in one.to_toml() + repr(one)
+
+
+def test_a_trace_in_the_log_of_the_drain_has_none() -> None:
+    record = logging.makeLogRecord({"msg": "API request to http://me:s3cret@far/api failed"})
+    assert _Formatter().format(record) == "API request to http://far/api failed"
