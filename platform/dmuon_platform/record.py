@@ -4,7 +4,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -66,9 +66,13 @@ class Record:
         if self._updates is not None and updates is not None:
             self._updates.append(step, updates.to_metrics(), time.time())
 
-    def is_empty(self) -> bool:
-        """Tell whether there is no line of any step yet. Collective."""
-        return self._place.from_first("look for lines of earlier attempts", self._is_empty)
+    def start(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Note what the weights are worth that it starts from. Collective.
+
+        Only ever as the first line: behind others it would end the walk back over the steps.
+        """
+        if self._place.from_first("look for lines of earlier attempts", self._is_empty):
+            self.step(0, evaluate())
 
     def _is_empty(self) -> bool:
         return self._spool is not None and self._spool.is_empty()

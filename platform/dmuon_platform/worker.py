@@ -58,10 +58,8 @@ def train(
     setbacks.recall(step)
     metrics: dict[str, float] = {}
     record.started(step, plan, restore_s)
-    if step == 0 and spec.model.path is not None and record.is_empty():
-        # What the weights that it starts from are worth. Only ever the first line: behind others
-        # it would end the walk back over the steps.
-        record.step(step, training.evaluate())
+    if step == 0 and spec.model.path is not None:
+        record.start(training.evaluate)
     while step < spec.num_steps:
         pulse.at(Phase.DATA, step)
         metrics = next_step(training, saving, step, stop=pulse.should_stop)

@@ -15,7 +15,9 @@ from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.events import EVENTS_FILE, Journal
 from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.spool import METRICS_FILE
+from dmuon_platform.spool import METRICS_FILE, MetricsSpool
+from ranks_runner import run_ranks
+from worker_runs import run_worker, worker_job
 
 HERE = Path(__file__)
 FIRST = ["--grid", "optimizer.algorithm=muon", "optimizer.lr=0.02"]
@@ -121,3 +123,22 @@ def test_whose_process_is_killed_is_told_among_those_under_way(
     killer.join()
     error = capsys.readouterr().err
     assert "process of a training was killed: one of lr-0.02-seed-0. Look for" in error
+
+
+def test_a_sweep_over_a_fine_tuning_begins_each_training_with_what_its_start_is_worth(
+    job: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    earlier = worker_job(tmp_path / "earlier")
+    run_ranks(1, lambda _: run_worker(earlier), timeout_s=120)
+    model = {"path": str(earlier.run_dir / "checkpoints" / "step-00000012")}
+    document = {**json.loads(job.read_text()), "model": model}
+    document["data"]["tokenizer"] = "bytes"
+    job.write_text(json.dumps(document))
+    grid = ["--grid", "optimizer.lr=0.02,0.04"]
+    assert cli.main(["sweep", str(job), *grid]) == 0
+    folders = sorted((job.parent / "runs" / "small-sweep").glob(f"*/{METRICS_FILE}"))
+    starts = [MetricsSpool(file.parent).start() for file in folders]
+    worth = [start.metrics["evaluation/bits_per_byte"] for start in starts if start is not None]
+    assert len(worth) == 2
+    assert worth[0] == worth[1] > 0

@@ -80,6 +80,8 @@ def _train(spec: JobSpec, dataset: Path) -> None:
     training = Training(spec, place, model, optimizer, open_dataset(dataset))
     record = Record(spec, place, ATTEMPT)
     record.started(0, plan, 0.0)
+    if spec.model.path is not None:
+        record.start(training.evaluate)
     every = spec.evaluation.every
     for step in range(spec.num_steps):
         metrics = training.step(step)
