@@ -1,5 +1,6 @@
 """What is checked before any worker starts: the storage, and an earlier run of the same name."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,11 +82,30 @@ def check_storage(spec: JobSpec) -> None:
             probe.write_bytes(b"dmuon")
             probe.unlink()
         except OSError as error:
-            raise PlatformError(
-                f"The run folder {folder} cannot be written ({error.strerror or error}). "
-                "`storage` must be a folder that this user and all workers can write; change it in "
-                "the job file or with --set storage=PATH."
-            ) from error
+            raise _unwritable(folder, error.strerror or str(error)) from error
+
+
+def _unwritable(folder: Path, why: str) -> PlatformError:
+    return PlatformError(
+        f"The run folder {folder} cannot be written ({why}). `storage` must be a folder that this "
+        "user and all workers can write; change it in the job file or with --set storage=PATH."
+    )
+
+
+def check_from_afar(spec: JobSpec) -> None:
+    """Refuse what a launch on another machine will, where it sees the same storage as this one.
+
+    Who may write there is not looked at: that other launch may be another user's.
+
+    Raises:
+        PlatformError: The run folder cannot be one.
+        SpecError: It holds a run of a job that this one cannot go on with.
+    """
+    there = next(each for each in (spec.run_dir, *spec.run_dir.parents) if os.path.exists(each))
+    if not there.is_dir():
+        raise _unwritable(spec.run_dir, os.strerror(errno.ENOTDIR))
+    if os.access(spec.run_dir / JOB_FILE, os.R_OK):
+        check_earlier_run(with_tokenizer_of_model(spec))
 
 
 @contextmanager

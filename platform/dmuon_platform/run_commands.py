@@ -16,17 +16,16 @@ from typing import Any
 
 from dmuon_platform import matplotlib_cache, run_report
 from dmuon_platform.driver_lease import refuse_while_locked
-from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.errors import PlatformError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State
-from dmuon_platform.run_folder import JOB_FILE, REPORT_FILE, run_folder, runs_in
+from dmuon_platform.run_folder import REPORT_FILE, recorded_job, run_folder, runs_in
 from dmuon_platform.run_report import plain, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
-from dmuon_platform.spec import load_job
 from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.stop_request import StopFile, StopRequest
 from dmuon_platform.tracking_files import TRACKING_FOLDER
@@ -141,20 +140,7 @@ def resume(arguments: argparse.Namespace) -> int:
             follow=arguments.follow,
         )
     folder = run_folder(arguments.run, arguments.storage)
-    if not (folder / JOB_FILE).exists():
-        raise SpecError(
-            f"{folder} has no {JOB_FILE}: a launch records its job when it has prepared the data, "
-            "and none got so far, or the file was lost. Run the job file again."
-        )
-    try:
-        load_job(folder / JOB_FILE)
-    except SpecError as error:
-        raise SpecError(
-            f"{error}\nThat file is what an earlier launch has recorded. `dmuon run` with the job "
-            "file that was launched says how to go on without it."
-        ) from error
-    changes = [*arguments.set, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
-    spec = load_job(folder / JOB_FILE, changes)
+    spec = recorded_job(folder, arguments.set)
     refuse_while_locked(folder)
     from dmuon_platform.launch import run_job
 

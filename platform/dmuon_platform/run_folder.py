@@ -1,12 +1,13 @@
 """Which runs lie under ``storage``, and where the run is that somebody means."""
 
+import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.events import EVENTS_FILE
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.user_path import user_path
@@ -58,6 +59,28 @@ def run_folder(run: str, storage: str) -> Path:
         f"There is no run {folder.name!r} in {folder.parent}. {there} --storage names another "
         "folder of runs; --address http://HOST:8265 asks a cluster whose storage is not here."
     )
+
+
+def recorded_job(folder: Path, overrides: Sequence[str]) -> JobSpec:
+    """Return the job of a run to go on with, in the folder where it lies.
+
+    Raises:
+        SpecError: None is recorded, or it cannot be read, or what is changed is wrong.
+    """
+    if not (folder / JOB_FILE).exists():
+        raise SpecError(
+            f"{folder} has no {JOB_FILE}: a launch records its job when it has prepared the data, "
+            "and none got so far, or the file was lost. Run the job file again."
+        )
+    try:
+        load_job(folder / JOB_FILE)
+    except SpecError as error:
+        raise SpecError(
+            f"{error}\nThat file is what an earlier launch has recorded. `dmuon run` with the job "
+            "file that was launched says how to go on without it."
+        ) from error
+    changes = [*overrides, f"storage={json.dumps(str(folder.parent))}"]  # it may have moved
+    return load_job(folder / JOB_FILE, changes)
 
 
 def default_storage() -> Path:

@@ -18,6 +18,7 @@ from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
 from dmuon_platform.errors import RUNNING, AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
+from dmuon_platform.preflight import check_from_afar
 from dmuon_platform.remote_jobs import (
     NAME_KEY,
     STORAGE_KEY,
@@ -26,6 +27,7 @@ from dmuon_platform.remote_jobs import (
     jobs_of,
     verdict,
 )
+from dmuon_platform.run_folder import JOB_FILE, recorded_job
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.uploads import EXCLUDES, find_missing
@@ -65,12 +67,15 @@ def submit_job(job: str, overrides: Sequence[str], address: str, *, follow: bool
         where the job was refused because its run goes on; 0 when Ctrl-C ends the following.
 
     Raises:
-        PlatformError: The job is wrong, its run goes on already, or the server does not take it.
+        PlatformError: The job is wrong, also beside an earlier run where its storage is seen from
+            here, its run goes on already, or the server does not take it.
     """
     _check_secret(overrides)
     spec = load_job(job, overrides)
     entrypoint = _entrypoint(job, overrides)
     _check_uploaded(job, spec)
+    if user_path(spec.storage).is_absolute():  # else it lies somewhere on the cluster
+        check_from_afar(spec)
     environment: dict[str, Any] = {"working_dir": str(Path.cwd()), "excludes": EXCLUDES}
     if not _is_clone(Path.cwd()):
         environment |= _our_modules()
@@ -101,7 +106,8 @@ def submit_resume(
         As `submit_job`.
 
     Raises:
-        PlatformError: The storage is not absolute, or the server does not take the job.
+        PlatformError: The storage is not absolute, the run is seen from here and cannot go on with
+            the changes, or the server does not take the job.
     """
     _check_secret(overrides)
     if not Path(storage).is_absolute():
@@ -110,6 +116,9 @@ def submit_resume(
             "the job runs there in another folder; where it sees this machine's files that is "
             f"--storage {shlex.quote(str(Path(storage).resolve()))}"
         )
+    folder = Path(storage, name)
+    if os.access(folder / JOB_FILE, os.R_OK):
+        check_from_afar(recorded_job(folder, overrides))
     command = ["python", *OUR_COMMAND, "resume", name, f"--storage={storage}"]
     entrypoint = shlex.join([*command, *(f"--set={one}" for one in overrides)])
     submission = _Submission.make(address, name, storage, entrypoint, _our_modules())

@@ -18,10 +18,11 @@ from dmuon_platform import cli, launch, remote_jobs
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
 from dmuon_platform.git_state import git_state
-from dmuon_platform.spec import JobSpec
+from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.warning_text import sentences
 from ray._private.runtime_env import packaging
 from ray.job_submission import JobDetails, JobStatus, JobType
+from small_job import small
 
 import dmuon
 
@@ -314,6 +315,64 @@ def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
         assert cli.main(elsewhere) == 3
     assert f"is already being run by process {os.getpid()}" in capsys.readouterr().err
     assert len(server.jobs) == 2
+
+
+AT_NOBODY = ("--address", "http://127.0.0.1:9")
+"""Whatever gets as far as the server ends with 69."""
+
+
+@pytest.mark.parametrize("action", ["submit", "resume"])
+def test_a_changed_job_is_refused_before_it_is_handed_over_where_its_run_is_seen(
+    action: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    at = f"storage={tmp_path}"
+    spec = load_job(TINY, [at])
+    spec.run_dir.mkdir()
+    (spec.run_dir / "job.toml").write_text(spec.to_toml())
+    command = ["submit", "jobs/tiny_cpu.toml", "--set", at]
+    if action == "resume":
+        command = ["resume", "tiny_cpu", "--storage", str(tmp_path), "--set"]
+    assert cli.main([*command, "train.steps=9000", *AT_NOBODY]) == 69
+    capsys.readouterr()
+    assert cli.main([*command, "optimizer.lr=0.5", *AT_NOBODY]) == 78
+    told = capsys.readouterr().err
+    assert f"'tiny_cpu' was already started in {spec.run_dir} with another job" in told
+    assert "optimizer.lr: 0.02 -> 0.5" in told
+    (spec.run_dir / "job.toml").unlink()  # not seen from here, so the cluster tells
+    assert cli.main([*command, "optimizer.lr=0.5", *AT_NOBODY]) == 69
+
+
+def test_a_model_that_only_the_cluster_sees_is_the_one_that_the_run_began_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = small(name="mine", storage=str(tmp_path), model__path="/nobody/model")
+    Path("mine.json").write_text(json.dumps(job))
+    tokenizer = "data.tokenizer=/nobody/model/tokenizer.json"  # as where the model is seen
+    kept = tmp_path / "mine" / "origin" / "tokenizer.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    (tmp_path / "mine" / "job.toml").write_text(load_job("mine.json", [tokenizer]).to_toml())
+    submit = ["submit", "mine.json", *AT_NOBODY]
+    assert cli.main(submit) == 69
+    assert cli.main([*submit, "--set", "model.path=/nobody/other"]) == 78
+
+
+def test_a_storage_that_is_no_folder_is_refused_before_the_job_is_handed_over(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "file").touch()
+    command = ["submit", "jobs/tiny_cpu.toml", *AT_NOBODY, "--set"]
+    assert cli.main([*command, f"storage={tmp_path}/new/runs"]) == 69
+    capsys.readouterr()
+    assert cli.main([*command, f"storage={tmp_path}/file/runs"]) == 1
+    folder = tmp_path / "file" / "runs" / "tiny_cpu"
+    assert f"The run folder {folder} cannot be written (Not a directory)" in capsys.readouterr().err
 
 
 def test_a_submitted_job_knows_the_commit_though_its_copy_has_no_repository(
