@@ -16,6 +16,7 @@ from dmuon_platform.ray_session import OWN_TRIES, RayLost, RaySession
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stall import describe_stall
 from dmuon_platform.stop_request import After, StopFile, StopRequest, pause
+from dmuon_platform.stop_signals import SIGNALS
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.supervisor import Planned
 from dmuon_platform.waiting import wait_for_room
@@ -135,7 +136,11 @@ class Driving:
         request = self._stops.read(self._launch)
         if request is None or request.after != After.END:
             return
-        watched.asked = watched.asked or time.monotonic()
+        if watched.asked is None:
+            watched.asked = time.monotonic()
+            self._view.end()
+            if request.reason not in SIGNALS:  # of those who launched it was told at once
+                self._view.say(f"{request.by} asks to stop: {request.reason}")
         waited_s = time.monotonic() - watched.asked
         is_training = bool(self._beats.read(watched.attempt))
         if is_training and waited_s < self._spec.faults.grace_s:

@@ -5,19 +5,13 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from dmuon_platform.event_text import event_text
 from dmuon_platform.events import TRACKING_FAILED, TRACKING_WORKS, Journal
+from dmuon_platform.progress_bar import ProgressBar
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool, Record
+from dmuon_platform.stop_request import After
 
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines when the output is not a terminal."""
@@ -69,7 +63,10 @@ class ProgressView:
         self._first: tuple[float, int] | None = None
         """When this attempt was first seen to have come forward, and how far it was then."""
         self._last_line_at = -PLAIN_EVERY_S
-        self._bar = _Bar(spec, console) if console.is_terminal else None
+        self._is_over = False
+        self._bar = None
+        if console.is_terminal:
+            self._bar = ProgressBar(spec.name, spec.num_steps, console, clock)
 
     @property
     def step(self) -> int:
@@ -93,37 +90,47 @@ class ProgressView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.refresh(last=True)
-        if self._bar is not None:
-            self._bar.stop()
+        try:
+            self.refresh(last=True)
+        finally:  # also when Ctrl-C comes just here: the bar must not outlive this
+            self.end()
 
     def refresh(self, *, last: bool = False) -> None:
         """Read what is new and show it."""
-        self._read_events()
+        events, self._events_offset = self._journal.read_from(self._events_offset)
+        for event in events:
+            self._take(event)
         records, self._offset = self._spool.read_from(self._offset)
         if records:
             self._latest, self._step = records[-1], records[-1].step
             self._first = self._first or (self._clock(), self._step)
+        for event in events:
+            if event["kind"] == "stopped" and event.get("after") != After.RESTART:
+                self.end()
+            if event["kind"] in TOLD:
+                self.say(event_text(event))
+        self._show(last=last)
+
+    def end(self) -> None:
+        """Show how far the run has come, and from then on only what is said."""
+        if self._is_over:
+            return
+        self._show(last=True)
+        self._is_over = True
         if self._bar is not None:
-            self._bar.show(self._step, self._facts(), self._eta())
-        elif self._latest is not None and self._step != self._shown_step:
-            self._show_line(last=last)
+            self._bar.stop()
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _read_events(self) -> None:
-        events, self._events_offset = self._journal.read_from(self._events_offset)
-        for event in events:
-            if event["kind"] == "checkpoint_saved":
-                self._checkpoint = event["step"]
-            elif event["kind"] == "restarted":
-                self._restarts += 1
-            elif event["kind"] == "training_started":
-                self._begin_attempt(event)
-            if event["kind"] in TOLD:
-                self.say(event_text(event))
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "checkpoint_saved":
+            self._checkpoint = event["step"]
+        elif event["kind"] == "restarted":
+            self._restarts += 1
+        elif event["kind"] == "training_started":
+            self._begin_attempt(event)
 
     def _begin_attempt(self, event: dict[str, Any]) -> None:
         self._first = None  # the time between attempts says nothing about steps
@@ -131,57 +138,43 @@ class ProgressView:
             self._latest = None
             self._step = self._shown_step = event["step"]
 
-    def _facts(self) -> str:
-        parts = []
+    def _show(self, *, last: bool) -> None:
+        if self._is_over:
+            return
+        if self._bar is not None:
+            self._bar.show(self._step, self._facts(last=last))
+        elif self._latest is not None and self._step != self._shown_step:
+            self._show_line(last=last)
+
+    def _facts(self, *, last: bool) -> dict[str, str]:
+        """Return what there is to say beside the step, by its name in a `ProgressBar`."""
+        facts = {}
         metrics = {} if self._latest is None else self._latest.metrics
         if "train/loss" in metrics:
-            parts.append(f"loss {metrics['train/loss']:.3f}")
-            parts.append(f"{metrics['speed/tokens_per_s']:,.0f} tokens/s")
+            facts["loss"] = f"loss {metrics['train/loss']:.3f}"
+            facts["speed"] = f"{metrics['speed/tokens_per_s']:,.0f} tokens/s"
         if self._checkpoint is not None:
-            parts.append(f"checkpoint {self._checkpoint}")
+            facts["checkpoint"] = f"checkpoint {self._checkpoint}"
         if self._restarts:
-            parts.append(f"restarts {self._restarts}")
-        return "  ".join(parts)
+            facts["restarts"] = f"restarts {self._restarts}"
+        left_s = None if last else self._left_s()
+        if left_s is not None:
+            facts["left"] = f"{left_s:.0f} s left"
+        return facts
 
-    def _eta(self) -> str:
-        """Return the time left at the pace of this attempt, nothing while that is not known."""
+    def _left_s(self) -> float | None:
+        """Return the time left at the pace of this attempt; None while that is not known."""
         since, first_step = self._first or (0.0, self._step)
         if not first_step < self._step < self._num_steps:
-            return ""
+            return None
         pace_s = (self._clock() - since) / (self._step - first_step)
-        return f"{pace_s * (self._num_steps - self._step):.0f} s left"
+        return pace_s * (self._num_steps - self._step)
 
     def _show_line(self, *, last: bool) -> None:
         now = self._clock()
         if now - self._last_line_at < PLAIN_EVERY_S and not last:
             return
         self._last_line_at, self._shown_step = now, self._step
-        parts = (f"step {self._step}/{self._num_steps}", self._facts(), self._eta())
-        self.say("  ".join(filter(None, parts)))
-
-
-class _Bar:
-    """The rich progress bar of one run."""
-
-    def __init__(self, spec: JobSpec, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TextColumn("{task.fields[eta]}"),
-            TimeElapsedColumn(),
-            console=console,
+        self.say(
+            "  ".join([f"step {self._step}/{self._num_steps}", *self._facts(last=last).values()])
         )
-        self._task: TaskID = self._progress.add_task(
-            spec.name, total=spec.num_steps, facts="", eta=""
-        )
-
-    def start(self) -> None:
-        self._progress.start()
-
-    def show(self, step: int, facts: str, eta: str) -> None:
-        self._progress.update(self._task, completed=step, facts=facts, eta=eta)
-
-    def stop(self) -> None:
-        self._progress.stop()

@@ -63,8 +63,10 @@ class RaySession:
         self._connect_first()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Who presses Ctrl-C twice does not want to wait; a joined cluster is left in order.
+        is_own = cluster.address_of(self._spec) is None
+        self.close(at_once=is_own and kind is KeyboardInterrupt)
 
     def _connect_first(self) -> None:
         """Connect; a Ray of our own gets more than one try, since its ports are a matter of luck.

@@ -11,6 +11,8 @@ from dmuon_platform.errors import GracefulStop
 from dmuon_platform.stop_request import StopFile, StopRequest
 
 HEARD = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = frozenset(each.name for each in HEARD)
+"""The reasons of requests that come from here."""
 
 
 class StopSignals:
@@ -64,6 +66,7 @@ class StopSignals:
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if self._reason is not None:
             if number == signal.SIGINT:
+                self._say("SIGINT: ending at once, without another checkpoint")
                 raise KeyboardInterrupt
             return  # `timeout` sends two, and the second may come within this very function
         name = self._reason = signal.Signals(number).name

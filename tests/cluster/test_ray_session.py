@@ -1,5 +1,6 @@
 """A Ray of the job's own that does not start at the first try, as on a busy machine."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,3 +58,15 @@ def test_what_never_starts_is_given_up_with_a_way_out(no_address):
         RaySession(job_of(small())).__enter__()
     assert len(gone) == OWN_TRIES
     assert not any(map(psutil.pid_exists, gone))
+
+
+def test_who_presses_ctrl_c_twice_does_not_wait_for_a_ray_of_the_job(no_address):
+    session = RaySession(job_of(small()))
+    twice = pytest.raises(KeyboardInterrupt)
+    with twice, session:
+        process = session._process
+        family = psutil.Process(process.pid).children(recursive=True)
+        raise KeyboardInterrupt
+    assert process.returncode == -signal.SIGKILL
+    assert family
+    assert not any(each.is_running() for each in family)

@@ -5,9 +5,11 @@ import io
 import pytest
 from dmuon_platform import driving
 from dmuon_platform.elastic import NodeRoom, choose_workers, num_places, shortage
+from dmuon_platform.errors import GracefulStop
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import job_of
 from dmuon_platform.spec.batch import accumulation
+from dmuon_platform.stop_request import StopFile, StopRequest
 from rich.console import Console
 from small_job import small
 
@@ -81,3 +83,24 @@ def test_a_request_for_other_workers_that_cannot_be_written_does_not_end_the_run
     (spec.run_dir / "stop.json").mkdir(parents=True)  # nothing can take its place
     view = ProgressView(spec, Console(file=io.StringIO()))
     assert driving.Driving(spec, Session(), view, "launch", {}).run() == (1, {"step": 10})
+
+
+@pytest.mark.parametrize("reason", ["nightly backup", "SIGTERM"])
+def test_who_launched_a_run_hears_that_another_asks_it_to_stop(tmp_path, monkeypatch, reason):
+    monkeypatch.setattr(driving, "REFRESH_S", 0.01)
+    spec = job_of(small(storage=str(tmp_path), resources__workers=1))
+    spec.run_dir.mkdir()
+    out = io.StringIO()
+    view = ProgressView(spec, Console(file=out, width=500))
+
+    class Asked(Session):
+        def start_attempt(self, num_workers, config):
+            StopFile(spec.run_dir).write(StopRequest.now("launch", reason))
+
+        def close(self, *, at_once=False):
+            assert at_once
+
+    with pytest.raises(GracefulStop, match="it had not begun"):
+        driving.Driving(spec, Asked(), view, "launch", {}).run()
+    is_signal = reason == "SIGTERM"  # of which its own terminal has been told already
+    assert out.getvalue().endswith(f" asks to stop: {reason}\n") is not is_signal

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/plots.py": OURS | {"matplotlib"},
     "platform/dmuon_platform/sweep/picture.py": OURS | {"matplotlib"},
     "platform/dmuon_platform/progress.py": OURS | {"rich"},
+    "platform/dmuon_platform/progress_bar.py": {"rich"},
     "platform/dmuon_platform/ray_session.py": OURS | {"psutil"},
     "platform/dmuon_platform/system_sampler.py": OURS | {"psutil"},
     "platform/dmuon_platform/weights_digest.py": OURS | {"torch", "safetensors"},

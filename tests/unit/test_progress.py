@@ -12,6 +12,7 @@ from dmuon_platform.events import Journal
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.spool import MetricsSpool
+from dmuon_platform.stop_request import After
 from dmuon_platform.store import CheckpointStore
 from rich.console import Console
 from small_job import small
@@ -20,16 +21,16 @@ from small_job import small
 class Launch:
     """A training that takes a second a step, as it is seen every half a second."""
 
-    def __init__(self, spec: JobSpec, *, terminal: bool = False) -> None:
+    def __init__(self, spec: JobSpec, *, terminal: bool = False, width: int = 200) -> None:
         self.now = 0.0
         self.out = io.StringIO()
-        self._journal = Journal(spec.run_dir)
+        self.journal = Journal(spec.run_dir)
         self._spool = MetricsSpool(spec.run_dir)
-        console = Console(file=self.out, force_terminal=terminal, width=200)
+        console = Console(file=self.out, force_terminal=terminal, width=width)
         self.view = ProgressView(spec, console, lambda: self.now)
 
     def start(self, step: int) -> None:
-        self._journal.append("training_started", step=step, workers=[{}, {}])
+        self.journal.append("training_started", step=step, workers=[{}, {}])
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -41,7 +42,19 @@ class Launch:
     def roll_back(self, step: int, target: int) -> None:
         self._spool.forget(target)
         facts = {"loss": math.nan, "grad_norm": 1.0, "first_batch": 5, "last_batch": 9}
-        self._journal.append("rolled_back", step=step, to_step=target, **facts)
+        self.journal.append("rolled_back", step=step, to_step=target, **facts)
+
+    def stop(self, step: int, after: After) -> str:
+        """Have a request to stop honoured; return what is drawn from that line on."""
+        self.journal.append("stopped", step=step, reason="SIGINT", after=after)
+        self.view.refresh()
+        self.train(step + 1, step + 9)
+        self.view.say("the last word")  # and with it the bar is drawn, where there is one
+        return self.out.getvalue().partition(f"stopped after step {step}: SIGINT")[2]
+
+    def plain(self) -> str:
+        """Return what was printed, without colours and movements of the cursor."""
+        return re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", self.out.getvalue())
 
     def steps(self) -> list[str]:
         return re.findall(r"step (\d+)/100", self.out.getvalue())
@@ -117,7 +130,92 @@ def test_a_terminal_gets_the_same_pace(spec):
         launch.now += 500.0
         launch.start(0)
         launch.train(1, 50)
-    assert "50 s left" in launch.out.getvalue()
+        launch.view.say("half way")  # and with it the bar is drawn
+        assert "50 s left" in launch.out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_is_drawn_after_the_word_that_the_run_has_stopped(spec, terminal):
+    launch = Launch(spec, terminal=terminal)
+    with launch.view:
+        launch.start(0)
+        launch.train(1, 13)
+        shown = launch.stop(13, After.END)
+        assert launch.view.step == 22
+    assert shown == "\nthe last word\n"
+    assert launch.out.getvalue().endswith(shown)
+    last = launch.plain().partition("stopped after")[0].rstrip().splitlines()[-1]
+    assert "13/100  loss 7.692  1 tokens/s" in last
+    assert "left" not in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_that_goes_on_with_other_workers_is_shown_on(spec, terminal):
+    launch = Launch(spec, terminal=terminal)
+    with launch.view:
+        launch.start(0)
+        launch.train(1, 13)
+        assert re.search(r"\d+/100", launch.stop(13, After.RESTART))
+
+
+def test_the_bar_does_not_outlive_a_ctrl_c_that_comes_while_it_ends(spec, monkeypatch):
+    launch = Launch(spec, terminal=True)
+
+    def interrupted(*, last: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    def train_and_end() -> None:
+        with launch.view:
+            launch.start(0)
+            launch.train(1, 9)
+            monkeypatch.setattr(launch.view, "refresh", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_and_end()
+    shown = launch.out.getvalue()
+    launch.view.say("the last word")
+    assert launch.out.getvalue() == shown + "the last word\n"
+
+
+PARTS = {
+    "step": "50/100",
+    "loss": "loss 2.000",
+    "left": "50 s left",
+    "speed": "1 tokens/s",
+    "bar": "\N{BOX DRAWINGS HEAVY HORIZONTAL}",
+    "checkpoint": "checkpoint 40",
+    "restarts": "restarts 1",
+    "name": "small",
+    "elapsed": "0:00:50",
+}
+
+
+@pytest.mark.parametrize("width", [7, 17, 18, 19, 30, 40, 60, 80, 94, 95, 120, 200])
+def test_a_narrow_terminal_gets_whole_parts_the_most_important_first(spec, width):
+    launch = Launch(spec, terminal=True, width=width)
+    with launch.view:
+        launch.start(0)
+        launch.train(1, 20)
+        launch.journal.append("checkpoint_saved", step=40)
+        launch.journal.append("restarted", step=20, cause="x")
+        launch.start(20)
+        launch.train(21, 50)
+        launch.out.truncate(launch.out.seek(0))
+        launch.view.say("")  # and with it the bar is drawn
+        drawn = launch.plain().splitlines()[-1]
+    assert len(drawn) <= width
+    shown = [name for name, text in PARTS.items() if text in drawn]
+    assert shown == list(PARTS)[: len(shown)]
+    bar = re.escape(PARTS["bar"])
+    whole = "|".join(
+        [*(re.escape(PARTS[name]) for name in shown), f"({bar}|\u2578|\u257a){{10,40}}"]
+    )
+    assert re.fullmatch(rf" ?({whole})(  +({whole}))*", drawn), "no part is cut"
+    if len(shown) < len(PARTS):
+        needed = [*shown, list(PARTS)[len(shown)]]
+        texts = [" 50/100", *(PARTS[name] for name in needed if name not in ("step", "bar"))]
+        columns = sum(len(text) + 2 for text in texts) - 2 + 12 * ("bar" in needed)
+        assert columns > width, "what fits is shown"
 
 
 def test_an_evaluation_and_a_tracker_that_is_gone_are_said_at_once(spec):

@@ -32,3 +32,14 @@ def test_a_second_sigterm_while_the_first_is_written_down_costs_no_checkpoint(
     assert request.reason == "SIGTERM"
     assert len(said) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_ctrl_c_ends_it_at_once_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    signals = StopSignals(tmp_path, "launch", said.append)
+    with signals:
+        twice = pytest.raises(KeyboardInterrupt)
+        with twice, signals.training():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    assert said[1:] == ["SIGINT: ending at once, without another checkpoint"]
