@@ -74,6 +74,7 @@ def plain(run: RunState, now: float) -> dict[str, Any]:
             "problem": run.problem,
             "stopping": run.stopping,
             "tracking": dict(run.tracking),
+            "submitted": None if run.handover is None else vars(run.handover),
             "notes": list(run.notes),
         }
     )
@@ -101,6 +102,8 @@ def duration(seconds: float) -> str:
 
 
 def _headline(run: RunState) -> str:
+    if run.handover is not None:
+        return f"{run.state}, and submitted again"
     if run.state in (State.STOPPED, State.INTERRUPTED):
         is_resumable = run.num_steps is not None  # its job is recorded and can be read
         way = "run its job again"
@@ -109,9 +112,7 @@ def _headline(run: RunState) -> str:
         return f"{run.state}; {way}"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
-    if run.state is State.RUNNING:
-        return f"running{_phase(run)}"
-    return str(run.state)
+    return f"running{_phase(run)}" if run.state is State.RUNNING else str(run.state)
 
 
 def _phase(run: RunState) -> str:
@@ -129,6 +130,7 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
     facts = [
         ("why", None if run.problem is None else " ".join(run.problem.split())),
         ("asked to stop", run.stopping),
+        ("submitted", None if run.handover is None else str(run.handover)),
         ("step", _progress(run)),
         ("loss", _number(run.metrics.get("train/loss"), ".4f")),
         ("evaluation", _evaluation(run)),

@@ -20,6 +20,7 @@ from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
 from dmuon_platform.event_facts import Content, clock, last, number, whole
 from dmuon_platform.events import WAITING, Journal
+from dmuon_platform.handover import Handover, read_handover
 from dmuon_platform.heartbeat import Heartbeats
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State, ending_of
@@ -91,6 +92,7 @@ class RunState:
         waiting: For what room in the cluster, while it runs and does not train.
         problem: Why it ended, unless it finished.
         stopping: What it was asked to stop for, if it was.
+        handover: What was submitted for it since the newest launch began.
         notes: What is damaged or missing in the folder.
     """
 
@@ -114,6 +116,7 @@ class RunState:
     problem: str | None = None
     stopping: str | None = None
     tracking: Mapping[str, Any] = field(default_factory=dict)
+    handover: Handover | None = None
     notes: Sequence[str] = ()
 
 
@@ -166,6 +169,7 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         problem=problem,
         stopping=None if request is None else f"{request.reason} (by {request.by})",
         tracking=_tracking(folder),
+        handover=None if is_running else read_handover(folder),
         notes=[*([complaint] if complaint else []), *(str(each.message) for each in caught)],
     )
 

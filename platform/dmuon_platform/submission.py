@@ -18,6 +18,7 @@ from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
 from dmuon_platform.errors import RUNNING, AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
+from dmuon_platform.handover import leave_handover, newest_launch
 from dmuon_platform.preflight import check_from_afar
 from dmuon_platform.remote_jobs import (
     NAME_KEY,
@@ -146,6 +147,8 @@ class _Submission:
     ) -> "_Submission":
         client = connect(address)
         _refuse_a_second(client, address, name, storage)
+        folder = user_path(storage) / name  # if that is absolute, and seen from here
+        earlier = newest_launch(folder)
         variables = {
             "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
             SUBMITTED_VARIABLE: json.dumps(git_state(Path.cwd())),
@@ -160,6 +163,8 @@ class _Submission:
             raise PlatformError(
                 f"The job server at {address} did not take the job: {error}"
             ) from error
+        if folder.is_absolute():
+            leave_handover(folder, submission, address, after=earlier)
         print(f"Submitted {name} as {submission}: {entrypoint}", flush=True)
         return cls(client, address, name, submission)
 

@@ -17,6 +17,7 @@ import pytest
 from dmuon_platform import cli, launch, remote_jobs
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.errors import Diverged, GracefulStop, PlatformError
+from dmuon_platform.events import Journal
 from dmuon_platform.git_state import git_state
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.warning_text import sentences
@@ -315,6 +316,34 @@ def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
         assert cli.main(elsewhere) == 3
     assert f"is already being run by process {os.getpid()}" in capsys.readouterr().err
     assert len(server.jobs) == 2
+
+
+def test_a_run_that_is_submitted_again_says_so_until_a_launch_begins(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny_cpu"
+    submit = ["submit", TINY, "--address", "http://127.0.0.1:8265", "--set", f"storage={tmp_path}"]
+    assert cli.main(submit) == 0
+    assert not folder.exists()  # whose it is, is for the launch to say
+    folder.mkdir()
+    Journal(folder).append("launched")
+    with DriverLease(folder):
+        pass
+    Journal(folder).append("ended", exit_code=75, problem="SIGTERM")
+    status = ["status", "tiny_cpu", "--storage", str(tmp_path)]
+    capsys.readouterr()
+    assert cli.main(status) == 75
+    assert "submitted" not in capsys.readouterr().out
+    assert cli.main(submit) == 0
+    assert cli.main(status) == 75
+    told = capsys.readouterr().out
+    assert "tiny_cpu: stopped, and submitted again\n" in told
+    assert "no launch has begun since" in told
+    assert "`dmuon status raysubmit_1 --address http://127.0.0.1:8265`" in told
+    with DriverLease(folder):
+        assert cli.main(status) == 3
+    assert cli.main([*status, "--json"]) == 75
+    assert '"submitted": null' in capsys.readouterr().out
 
 
 AT_NOBODY = ("--address", "http://127.0.0.1:9")

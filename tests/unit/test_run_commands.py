@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from dmuon_platform import cli, launch
 from dmuon_platform.events import Journal
+from dmuon_platform.handover import leave_handover, newest_launch
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.remote_jobs import complaint, last_words, meant_of, refused_since, verdict
@@ -444,6 +445,7 @@ def test_whatever_is_cut_or_damaged_a_run_can_still_be_told(tmp_path, capsys):
     assert dmuon("status", folder) == 75
     (folder / "tracking" / "delivered.json").write_text('{"uri": "x", "run_id": "y"}')
     (folder / "stop.json").write_text('{"launch": 1}')
+    leave_handover(folder, "raysubmit_1", "http://far:8265", newest_launch(folder))
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
     whole = {path: path.read_bytes() for path in files}
     assert len(whole) > 8
