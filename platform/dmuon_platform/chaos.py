@@ -1,7 +1,6 @@
 """``dmuon chaos``: a job under random faults, compared with the same job undisturbed."""
 
 import argparse
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,24 +38,23 @@ def run(arguments: argparse.Namespace) -> int:
     name = f"{job.name}-chaos-{arguments.seed}"
     _check_new(job.run_dir.with_name(f"{name}-1"))
     end = time.monotonic() + 60 * arguments.minutes
-    with tempfile.TemporaryDirectory(prefix="dmuon-chaos-") as folder:
-        undisturbed = undisturbed_run(job, Path(folder))
-        dataset = open_dataset(
-            prepare_dataset(job.data, undisturbed.run_dir.parent / DATA_FOLDER).folder
-        )
-        base = prepared(undisturbed)
-        round_number, problems = 0, 0
-        while round_number == 0 or time.monotonic() < end:
-            round_number += 1
-            schedule = ChaosSchedule.draw(base, arguments.seed, round_number, arguments.faults)
-            spec = schedule.disturbed(base, f"{name}-{round_number}")
-            print(f"Round {round_number}: {spec.name}", flush=True)
-            problems += _round(schedule, spec, undisturbed, dataset)
+    undisturbed = undisturbed_run(job)
+    dataset = open_dataset(
+        prepare_dataset(job.data, undisturbed.run_dir.parent / DATA_FOLDER).folder
+    )
+    base = prepared(undisturbed)
+    round_number, problems = 0, 0
+    while round_number == 0 or time.monotonic() < end:
+        round_number += 1
+        schedule = ChaosSchedule.draw(base, arguments.seed, round_number, arguments.faults)
+        spec = schedule.disturbed(base, f"{name}-{round_number}")
+        print(f"Round {round_number}: {spec.name}", flush=True)
+        problems += _round(schedule, spec, undisturbed, dataset)
     print(f"{round_number} rounds, {problems} claims that do not hold.")
     return 1 if problems else 0
 
 
-def undisturbed_run(job: JobSpec, folder: Path) -> JobSpec:
+def undisturbed_run(job: JobSpec) -> JobSpec:
     """Run the job without faults, unless that was done before; return it as it was run.
 
     Raises:
@@ -70,7 +68,7 @@ def undisturbed_run(job: JobSpec, folder: Path) -> JobSpec:
     document["export"]["registered_model"] = None
     spec = job_of(document, source=document["name"])
     print(f"{spec.name}: {spec.num_steps} steps on {workers} workers", flush=True)
-    code = Launches(spec, folder / "undisturbed.toml").run()
+    code = Launches(spec).run()
     if code != 0:
         raise PlatformError(
             f"The undisturbed run {spec.name} ended with exit code {code}, so there is nothing to "
@@ -103,9 +101,8 @@ def _check_new(run_dir: Path) -> None:
 def _round(schedule: ChaosSchedule, spec: JobSpec, undisturbed: JobSpec, dataset: Dataset) -> int:
     """Run the job once under its faults and print what came of it; return how much is wrong."""
     _check_new(spec.run_dir)
-    with tempfile.TemporaryDirectory(prefix="dmuon-chaos-") as folder:
-        launches = Launches(spec, Path(folder) / "job.toml", schedule.driver_kills)
-        code = launches.run()
+    launches = Launches(spec, schedule.driver_kills)
+    code = launches.run()
     codes = ", ".join(map(str, launches.exit_codes))
     checks = [Check("the run comes to its end", [f"see {spec.run_dir / LOG_FILE}"] if code else [])]
     if code == 0:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import select
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -316,6 +317,8 @@ def main(run_dir: Path) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with files.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in files.scratch.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
         serve(Drain(run_dir), sys.stdin.fileno())
 
 

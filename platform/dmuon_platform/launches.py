@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dmuon_platform.child_process import command_of, environment
+from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import GracefulStop
 from dmuon_platform.events import Journal
 from dmuon_platform.spec import JobSpec
@@ -15,6 +16,9 @@ from dmuon_platform.spool import MetricsSpool
 
 MARK = "DMUON_LAUNCHES"
 """Environment variable by which every process that a launch leaves behind is found again."""
+
+LAUNCHED_FILE = "launched.toml"
+"""The job as the launches read it, inside the run's folder."""
 
 LOG_FILE = "launches.log"
 """What the launches have printed, inside the run's folder."""
@@ -29,14 +33,13 @@ class Launches:
 
     Args:
         spec: The job.
-        job_file: Where it is written, for the command to read.
         driver_kills: Steps done at which the command is killed with SIGKILL, each once.
     """
 
-    def __init__(self, spec: JobSpec, job_file: Path, driver_kills: Sequence[int] = ()) -> None:
+    def __init__(self, spec: JobSpec, driver_kills: Sequence[int] = ()) -> None:
         self.spec = spec
         self.exit_codes: list[int] = []
-        self._job_file = job_file
+        self._job_file = spec.run_dir / LAUNCHED_FILE
         self._kills = sorted(driver_kills)
         self._mark = f"{os.getpid()}-{spec.name}"
         self._most = len(self._kills) + len(spec.faults.inject) + 1
@@ -46,8 +49,8 @@ class Launches:
 
         It is launched again after it was killed here, and after it stopped on request.
         """
-        self._job_file.write_text(self.spec.to_toml(), encoding="utf-8")
         self.spec.run_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(self._job_file, self.spec.to_toml())
         while True:
             code = self._launch()
             self.exit_codes.append(code)

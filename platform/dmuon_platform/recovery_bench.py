@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,10 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{run_dir} is there from an earlier benchmark. Delete it, or choose another name "
             "(--set name=NAME)."
         )
-    with tempfile.TemporaryDirectory(prefix="dmuon-bench-") as folder:
-        base = prepared(undisturbed_run(job, Path(folder)))
-        spec = schedule.disturbed(base, run_dir.name)
-        code = Launches(spec, Path(folder) / "job.toml", schedule.driver_kills).run()
+    spec = schedule.disturbed(prepared(undisturbed_run(job)), run_dir.name)
+    code = Launches(spec, schedule.driver_kills).run()
     if code != 0:
         raise PlatformError(
             f"{spec.name} ended with exit code {code}; {spec.run_dir / LOG_FILE} says why."

@@ -184,7 +184,9 @@ def _params(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _start_drain(run_dir: Path, files: TrackingFiles) -> subprocess.Popen[bytes]:
-    env = environment(**DRAIN_ENVIRONMENT)
+    files.scratch.mkdir(exist_ok=True)
+    # What it leaves there when it is killed is removed by the next one.
+    env = environment(**DRAIN_ENVIRONMENT, TMPDIR=str(files.scratch.resolve()))
     matplotlib_cache.keep_in(files.folder, env)
     with files.log.open("ab") as log:
         return subprocess.Popen(

@@ -68,6 +68,7 @@ class TrackingFiles:
         self.folder = run_dir / TRACKING_FOLDER
         self.lock = self.folder / "drain.lock"
         self.log = self.folder / "drain.log"
+        self.scratch = self.folder / "tmp"
 
     def run_key(self) -> str:
         """Return the key of this run folder, made when first asked for."""

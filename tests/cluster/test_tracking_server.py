@@ -174,13 +174,17 @@ def test_a_killed_driver_takes_its_drain_along_after_a_last_delivery(server, tmp
 
 def test_a_killed_drain_is_replaced_at_the_end(server, tmp_path: Path):
     spec = job(tmp_path / "runs", server.uri)
+    scratch = TrackingFiles(spec.run_dir).scratch
     with Tracker(spec, {}) as tracker:
         train(spec, 1, 10)
         wait_for(lambda: told(spec) > 0)
         drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
+        assert drains[0].environ()["TMPDIR"] == str(scratch)
+        (scratch / "tmpabc" / "checkpoints").mkdir(parents=True)  # on its way to MLflow
         drains[0].kill()
         train(spec, 11, 20)
         delivery = tracker.finish("FINISHED")
     assert delivery.is_complete, delivery.problem
     assert delivery.run_id is not None
     assert len(history(server.uri, delivery.run_id, "train/loss")) == 20
+    assert list(scratch.iterdir()) == []

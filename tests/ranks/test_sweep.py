@@ -106,9 +106,12 @@ def test_each_training_has_the_text_and_the_batch_that_its_settings_say(
     assert both[0] == one != both[1]
 
 
-def test_whose_process_is_killed_is_told_among_those_under_way(
-    job: Path, capsys: pytest.CaptureFixture[str]
+def test_whose_process_is_killed_is_told_among_those_under_way_and_leaves_no_folder(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    temporary = job.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     folder, pattern = job.parent / "runs" / "small-sweep", f"*/{EVENTS_FILE}"
 
     def kill_one() -> None:
@@ -123,6 +126,7 @@ def test_whose_process_is_killed_is_told_among_those_under_way(
     killer.join()
     error = capsys.readouterr().err
     assert "process of a training was killed: one of lr-0.02-seed-0. Look for" in error
+    assert list(temporary.glob("tmp*")) == []
 
 
 def test_a_sweep_over_a_fine_tuning_begins_each_training_with_what_its_start_is_worth(

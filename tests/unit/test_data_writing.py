@@ -1,16 +1,19 @@
 import itertools
 import json
 import math
+import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dmuon_platform.data import FileTokenizer, check_size, open_dataset
+from dmuon_platform.data import FileTokenizer, check_size, open_dataset, prepare_dataset
 from dmuon_platform.data.bigram import BigramCounter, bigram_bits
 from dmuon_platform.data.shards import TokenStream, token_dtype
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.evaluation import bigram_bits_per_byte, bits_per_byte
+from dmuon_platform.spec.data import DataSpec
 from unit.data_builders import build
 
 DOCUMENTS = [f"document {i}: {'word ' * (i % 9)}\n".encode() for i in range(50)]
@@ -147,3 +150,20 @@ def test_the_bigram_does_not_depend_on_the_tokenizer(tmp_path):
     by_words = build(tmp_path / "2", DOCUMENTS, tokenizer=FileTokenizer(words.to_str()))
     assert by_words.info.separator_id is None
     assert bigram_bits_per_byte(by_bytes) == bigram_bits_per_byte(by_words)
+
+
+def test_what_a_killed_process_had_begun_to_prepare_is_removed_a_day_later(tmp_path):
+    (tmp_path / "text.txt").write_text("word " * 2000)
+    data = DataSpec(source=str(tmp_path / "text.txt"), sequence_length=16)
+    info = prepare_dataset(data, tmp_path / "cache")
+    folder = Path(info.folder)
+    left, building = (tmp_path / "cache" / f".{folder.name}.far-{pid}" for pid in (7, 8))
+    for each in (left, building):
+        each.mkdir()
+        (each / "train-00000.bin").write_bytes(b"half")
+    yesterday = time.time() - 25 * 60 * 60
+    for path in (left / "train-00000.bin", left, building):
+        os.utime(path, (yesterday, yesterday))
+    (folder / "index.json").unlink()
+    assert prepare_dataset(data, tmp_path / "cache") == info
+    assert sorted((tmp_path / "cache").iterdir()) == [building, folder]

@@ -6,6 +6,8 @@ import os
 import shutil
 import socket
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from dmuon_platform.errors import PlatformError, SpecError
 
 _MOST_COUNTED = 4 << 20  # bytes of text, which even a vocabulary reads in seconds
 _DIGITS = 16  # of the digest, in the folder's name
+_LEFT_S = 24 * 60 * 60.0  # without a write, and nobody builds there any more
 
 
 def check_data(settings: DataSettings, vocab_size: int, model_path: str | None = None) -> None:
@@ -107,6 +110,7 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
         return found
     building = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}")
     try:
+        _remove_leftovers(folder)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         task = TokeniseTask(tokenizer, settings.text_field, wanted.limit)
@@ -121,6 +125,15 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what was not built to its end, on any machine, by processes that were killed."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        with suppress(FileNotFoundError):  # another driver may be at it
+            written = max(each.stat().st_mtime for each in (left, *left.iterdir()))
+            if time.time() - written > _LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @dataclass(frozen=True)
