@@ -115,7 +115,8 @@ def _check_unused(target: Path) -> None:
     is_empty_folder = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not (is_empty_folder and target.suffix not in _ENDINGS):
         raise CheckpointError(
-            target, "it is there already; nothing is overwritten, give a new path"
+            target,
+            "it is there already; nothing is overwritten, give a new path, or remove it first",
         )
     if target.suffix[1:].isalpha() and target.suffix not in _ENDINGS and not is_empty_folder:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from dmuon_platform.tracking_files import Delivered
 MEGABYTES = "checkpoint/megabytes"
 """The curve whose points are the steps with a checkpoint."""
 ARTIFACT_FOLDER = "checkpoints"
-WEIGHTS = ("model", "config.json", "tokenizer")
+WEIGHTS = ("model", "config.json", "generation_config.json", "tokenizer")
 """How the names of the files begin that ``"weights"`` means."""
 MAX_CHECKPOINTS = 100
 """Told in one go, before it is written down how far the tracker has been told."""

@@ -54,11 +54,7 @@ def export_model(
         config: The model's ``config.json``.
         files: Further files by name, such as those of the tokenizer.
     """
-    texts = {
-        "config.json": _json(config),
-        "generation_config.json": _json(_generation_config(config)),
-        **files,
-    }
+    texts = {**config_files(config), **files}
     digest = _digest(manifest, texts)
     folder = run_dir / EXPORT_FOLDER
     found = read_export(run_dir)
@@ -102,10 +98,14 @@ def read_export(run_dir: Path) -> Export | None:
         return None
 
 
-def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Say where a text begins and ends; how to sample is the reader's choice."""
+def config_files(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return what opens weights as this model: its configuration, and where a text ends.
+
+    How to sample is the reader's choice.
+    """
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: config[key] for key in ids if config.get(key) is not None}
+    generation = {key: config[key] for key in ids if config.get(key) is not None}
+    return {"config.json": _json(config), "generation_config.json": _json(generation)}
 
 
 def model_files(manifest: "dmuon.Manifest") -> list[str]:

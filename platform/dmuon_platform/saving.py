@@ -19,12 +19,13 @@ import dmuon
 from dmuon_platform.errors import Diverged, PlatformError, SpecError
 from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
+from dmuon_platform.export import config_files
 from dmuon_platform.heartbeat import Phase
 from dmuon_platform.model import hf_config
 from dmuon_platform.place import Place
 from dmuon_platform.run_folder import RAY_FOLDER
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.store import CONFIG_FILE, Checkpoint, CheckpointStore
+from dmuon_platform.store import Checkpoint, CheckpointStore
 from dmuon_platform.training import Training
 from dmuon_platform.weights_digest import digest_of_checkpoint
 
@@ -152,7 +153,7 @@ class Saving:
                 training.optimizer,
                 step=step,
                 extra={"attempt": self._attempt, "metrics": _finite(metrics), **self._facts},
-                files={CONFIG_FILE: self._config(training), **self.files},
+                files={**self._config_files(training), **self.files},
                 async_save=True,
             )
         except dmuon.CheckpointError as error:  # on all ranks alike
@@ -241,12 +242,9 @@ class Saving:
         if self._place.is_first:
             self._note("checkpoint_failed", step=step, problem=problem)
 
-    def _config(self, training: Training) -> bytes:
-        spec = self._spec
-        config = hf_config(
-            spec.model, spec.data.sequence_length, training.dataset.info.separator_id
-        )
-        return json.dumps(config, indent=2).encode()
+    def _config_files(self, training: Training) -> dict[str, bytes]:
+        spec, info = self._spec, training.dataset.info
+        return config_files(hf_config(spec.model, spec.data.sequence_length, info.separator_id))
 
     def _on_damage(self, damage: dmuon.DamagedCheckpointError) -> None:
         self._note("checkpoint_damaged", damage=str(damage))

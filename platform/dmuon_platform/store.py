@@ -21,7 +21,6 @@ from dmuon_platform.spec.checkpoint import CheckpointSpec
 
 DAMAGED_FILE = "damaged.jsonl"
 """Whole-looking checkpoints whose contents had changed, so that they are never pruned."""
-CONFIG_FILE = "config.json"
 
 _FOLDER = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-\d+\.writing-a(\d+)")

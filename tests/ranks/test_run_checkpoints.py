@@ -1,6 +1,7 @@
 """The checkpoints of a run, saved beside its training and restored by real ranks."""
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 from dmuon_platform.assembly import assemble
-from dmuon_platform.data import open_dataset
+from dmuon_platform.data import ByteTokenizer, open_dataset, tokenizer_files
 from dmuon_platform.errors import Diverged, PlatformError
 from dmuon_platform.events import Journal
+from dmuon_platform.export import export_model
+from dmuon_platform.model import hf_config
 from dmuon_platform.place import Place
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.saving import Saving
@@ -122,6 +125,30 @@ def test_a_checkpoint_is_committed_beside_the_training_once_all_ranks_have_writt
     assert {"config.json", "model.safetensors.index.json"} <= checkpoint.manifest.files.keys()
     assert checkpoint.manifest.extra["metrics"]["train/loss"] > 0
     assert [e["step"] for e in Journal(spec.run_dir).read()] == [1]
+
+
+def test_an_exported_checkpoint_is_the_same_folder_as_the_export_of_the_run(spec, tmp_path) -> None:
+    def body(rank: int) -> None:
+        place, training = prepare(spec)
+        saving = saving_of(spec, place)
+        saving.files = tokenizer_files(ByteTokenizer())
+        train_and_save(spec, saving, training, range(1))
+        saving.finish()
+
+    spec.run_dir.mkdir()
+    run_ranks(2, body)
+    (newest,) = CheckpointStore(spec.run_dir).list()
+    separator = open_dataset(tmp_path / "data").info.separator_id
+    config = hf_config(spec.model, spec.data.sequence_length, separator)
+    files = tokenizer_files(ByteTokenizer())
+    export = export_model(spec.run_dir, newest.path, newest.manifest, config, files)
+    dmuon.export_weights(newest.path, tmp_path / "out")
+    small = {"config.json", "generation_config.json", *files}
+    assert small == {file.name for file in (tmp_path / "out").iterdir() if "model" not in file.name}
+    for name in small:
+        assert (tmp_path / "out" / name).read_bytes() == (export.folder / name).read_bytes()
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": separator, "eos_token_id": separator}
 
 
 def damage_a_copy_of_newest(spec: JobSpec) -> Path:
