@@ -81,11 +81,35 @@ def _break_the_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
 
 
+def _pickle(folder: Path, *, cut: int, is_archive: bool = True) -> None:
+    _remove(folder)
+    file = folder / "pytorch_model.bin"
+    weights = {"a": torch.ones(1000)}
+    torch.save(weights, file, _use_new_zipfile_serialization=is_archive)
+    file.write_bytes(file.read_bytes()[:-cut])
+
+
+def _cut_a_pickle(folder: Path) -> None:
+    _pickle(folder, cut=10)
+
+
+def _cut_an_old_pickle(folder: Path) -> None:
+    _pickle(folder, cut=1000, is_archive=False)
+
+
+def _pickle_code(folder: Path) -> None:
+    _remove(folder)
+    torch.save({"a": Path("x")}, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (_remove, "has a config.json but no weights"),
         (_cut, "are cut or damaged"),
+        (_cut_a_pickle, "one that Git LFS keeps comes with"),
+        (_cut_an_old_pickle, "one that Git LFS keeps comes with"),
+        (_pickle_code, "torch.load with weights_only=True refuses them"),
         (_point_to_large_files, "one that Git LFS keeps comes with"),
         (_lose_a_shard, "lacks the weights model-00002-of-00002.safetensors"),
         (_break_the_index, "cannot be read as an index of weights"),
@@ -104,12 +128,21 @@ def test_weights_that_are_not_all_there_are_refused(
     assert f"model.path: {'the weights ' if 'Git' in text else ''}{folder}" in text
 
 
+def test_pickled_weights_beside_others_are_not_read(
+    folder: Path, validate: Callable[..., tuple[int, str]]
+) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    assert validate()[0] == 0
+
+
 def test_pickled_weights_are_weights(
     folder: Path, validate: Callable[..., tuple[int, str]]
 ) -> None:
     _remove(folder)
-    torch.save({}, folder / "pytorch_model.bin")
-    assert validate()[0] == 0
+    for is_archive in (True, False):
+        file = folder / "pytorch_model.bin"
+        torch.save({"a": torch.ones(9)}, file, _use_new_zipfile_serialization=is_archive)
+        assert validate()[0] == 0
 
 
 def test_a_run_with_a_checkpoint_needs_neither_weights_nor_a_tokenizer_there(

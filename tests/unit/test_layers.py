@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the most specific path decides
     "platform/dmuon_platform/job_draft.py": OURS | {"torch"},
     "platform/dmuon_platform/machine_checks.py": OURS | {"torch", "psutil", "packaging"},
     "platform/dmuon_platform/model/huggingface.py": OURS | {"torch", "transformers"},
-    "platform/dmuon_platform/model/weights.py": OURS | {"safetensors"},
+    "platform/dmuon_platform/model/weights.py": OURS | {"torch", "safetensors"},
     "platform/dmuon_platform/picture.py": OURS | {"matplotlib"},
     "platform/dmuon_platform/plots.py": OURS | {"matplotlib"},
     "platform/dmuon_platform/sweep/picture.py": OURS | {"matplotlib"},

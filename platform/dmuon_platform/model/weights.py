@@ -1,13 +1,16 @@
 """The weights in a local Hugging Face folder, looked at before anything is built of them."""
 
 import json
+import zipfile
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from dmuon_platform.errors import SpecError
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = "model.safetensors"
+INDICES = (f"{SINGLE}.index.json", "pytorch_model.bin.index.json")
 """Each names the files that a model's tensors are divided over."""
 
 
@@ -17,7 +20,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder whose weights are not all there, by their names and headers alone.
+    """Refuse a folder whose weights are not all there, by names, headers and pickles alone.
 
     Raises:
         SpecError: There are none, files that an index names are missing, or one is cut.
@@ -37,6 +40,9 @@ def check_weights(folder: Path) -> None:
         )
     for file in sorted(folder.glob("*.safetensors")):
         _check_header(file)
+    if not any((folder / name).is_file() for name in (SINGLE, INDICES[0])):  # else those are read
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            _check_pickled(file)
 
 
 def _missing(folder: Path, index: Path) -> list[str]:
@@ -57,7 +63,20 @@ def _check_header(file: Path) -> None:
         with safe_open(file, "pt"):  # compares the header with the length of the file
             pass
     except (OSError, SafetensorError) as error:
-        raise SpecError(
-            f"model.path: the weights {file} are cut or damaged ({error}). Copy or download the "
-            "file again; one that Git LFS keeps comes with `git lfs pull`."
-        ) from error
+        raise _damaged(file, str(error)) from error
+
+
+def _check_pickled(file: Path) -> None:
+    try:  # maps the file; one of before torch 1.6 is read, and tells that way where it is cut
+        is_archive = zipfile.is_zipfile(file)
+        torch.load(file, map_location="meta", weights_only=True, mmap=is_archive)
+    except Exception as error:  # torch raises many kinds, for damage and for what is refused
+        why = "torch.load with weights_only=True refuses them"
+        raise _damaged(file, why) from error
+
+
+def _damaged(file: Path, why: str) -> SpecError:
+    return SpecError(
+        f"model.path: the weights {file} are cut or damaged ({why}). Copy or download the file "
+        "again; one that Git LFS keeps comes with `git lfs pull`."
+    )
