@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dmuon_platform import preflight
 from dmuon_platform.chaos_schedule import KILL_DRIVER, ChaosSchedule
+from dmuon_platform.cluster import check_address
 from dmuon_platform.data import Dataset, open_dataset, prepare_dataset
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.events import Journal
@@ -58,8 +59,9 @@ def undisturbed_run(job: JobSpec) -> JobSpec:
     """Run the job without faults, unless that was done before; return it as it was run.
 
     Raises:
-        PlatformError: It did not come to its end.
+        PlatformError: It did not come to its end, or what a launch of the job is refused for.
     """
+    preflight.check_job(job)  # as the user wrote it: the copies of it below spell defaults out
     _, workers = job.resources.bounds
     document = job.model_dump(mode="json")
     document["name"] = f"{job.name}-undisturbed"
@@ -67,6 +69,9 @@ def undisturbed_run(job: JobSpec) -> JobSpec:
     document["faults"]["inject"] = []
     document["export"]["registered_model"] = None
     spec = job_of(document, source=document["name"])
+    preflight.check_storage(spec)
+    preflight.check_earlier_run(spec)
+    check_address(spec)
     print(f"{spec.name}: {spec.num_steps} steps on {workers} workers", flush=True)
     code = Launches(spec).run()
     if code != 0:

@@ -88,7 +88,7 @@ def draft(
 
     Raises:
         SpecError: Nothing matches ``data``, its text is under no or many names, or there is no
-            such tokenizer or model, or they do not go together.
+            such tokenizer or whole model, or they do not go together.
     """
     if data is not None and not any(map(os.path.isfile, glob.iglob(data, recursive=True))):
         raise SpecError(
@@ -118,8 +118,10 @@ def _fine_tuned(model: str, tokenizer: str | None, drafted: Sections) -> Section
     """The sections that a trained model changes: sizes and tokenizer are its own, rates a tenth."""
     from dmuon_platform.model.huggingface import read_config
     from dmuon_platform.model.positions import stated_positions
+    from dmuon_platform.model.weights import check_weights
 
     longest = stated_positions(read_config(Path(model)))
+    check_weights(Path(model))
     data = dict(drafted["data"])
     _check_tokenizer(model, tokenizer)
     if tokenizer is None:

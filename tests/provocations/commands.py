@@ -229,6 +229,18 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
         78,
         ("old-chaos-0-1 is there from an earlier chaos", "Delete it, or give another --seed"),
     ),
+    (
+        "chaos job.toml --set storage=file",
+        1,
+        ("tiny_cpu-undisturbed cannot be written (Not a directory)",),
+    ),
+    ("chaos job.toml --set data.source=no/*", 78, ("no file matches 'no/*'",)),
+    ("bench-recovery job.toml --set data.source=no/*", 78, ("no file matches 'no/*'",)),
+    (
+        "bench-recovery job.toml --set resources.address=127.0.0.1:1",
+        69,
+        ("No Ray cluster answers at resources.address = '127.0.0.1:1'",),
+    ),
     ("chaos job.toml --minutes x", 2, ("argument --minutes: must be a number, not 'x'",)),
     (
         "sweep job.toml --grid x",

@@ -153,6 +153,19 @@ def test_a_run_with_a_checkpoint_needs_neither_weights_nor_a_tokenizer_there(
     check_job(job_of(small(model={"path": str(folder)})), begins=False)
 
 
+@pytest.mark.parametrize("command", ["run", "chaos", "bench-recovery"])
+def test_whatever_launches_a_job_refuses_it_before_anything_is_made(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    job = tmp_path / "job.json"
+    document = small(storage=str(tmp_path / "runs"), model={"path": str(folder)})
+    job.write_text(json.dumps(document), encoding="utf-8")
+    assert cli.main([command, str(job)]) == 78
+    assert "data.tokenizer is not set" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_bytes_are_taken_for_a_model_only_when_the_job_says_so(
     folder: Path, validate: Callable[..., tuple[int, str]]
 ) -> None:

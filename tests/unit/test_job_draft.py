@@ -38,6 +38,7 @@ def test_of_a_model_to_fine_tune_sizes_and_tokenizer_are_its_own(
 ) -> None:
     (tmp_path / "config.json").write_text(f'{{"{key}": 100}}', encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    torch.save({}, tmp_path / "pytorch_model.bin")
     for name, model in (("scratch", None), ("tuned", str(tmp_path))):
         text = draft(name, hardware, None, None, model)
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
@@ -104,7 +105,7 @@ def test_the_only_field_with_text_is_written_and_of_several_one_must_be_named(
     assert "is for JSONL and Parquet, and --data names none" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_does_not_fit_the_model_is_refused(
+def test_a_model_without_weights_and_a_tokenizer_that_does_not_fit_it_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,6 +117,10 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(
         code = cli.main(["init", "job.toml", "--model", "given", *more])
         return code, capsys.readouterr().err
 
+    code, said = init("--tokenizer", "bytes")
+    assert code == 78
+    assert "has a config.json but no weights" in said
+    torch.save({}, "given/pytorch_model.bin")
     code, said = init("--tokenizer", "bytes")
     assert code == 78
     assert "has 256 tokens, but the model in given (model.path) knows 255" in said
