@@ -51,6 +51,7 @@ def plain(run: RunState, now: float) -> dict[str, Any]:
             "state": str(run.state),
             "exit_code": run.exit_code,
             "step": run.step,
+            "step_time": run.step_time,
             "num_steps": run.num_steps,
             "loss": run.metrics.get("train/loss"),
             "metrics": dict(run.metrics),
@@ -131,7 +132,7 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
         ("why", None if run.problem is None else " ".join(run.problem.split())),
         ("asked to stop", run.stopping),
         ("submitted", None if run.handover is None else str(run.handover)),
-        ("step", _progress(run)),
+        ("step", _progress(run, now)),
         ("loss", _number(run.metrics.get("train/loss"), ".4f")),
         ("evaluation", _evaluation(run)),
         ("tokens/s", _number(run.tokens_per_s, ",.0f")),
@@ -179,10 +180,13 @@ def _tracking(run: RunState) -> str | None:
     return f"{told}; not all is told: {problem}; the rest is told {when}"
 
 
-def _progress(run: RunState) -> str:
-    if not run.num_steps:
-        return str(run.step)
-    return f"{run.step} of {run.num_steps} ({100 * run.step / run.num_steps:.1f} %)"
+def _progress(run: RunState, now: float) -> str:
+    text = str(run.step)
+    if run.num_steps:
+        text += f" of {run.num_steps} ({100 * run.step / run.num_steps:.1f} %)"
+    if run.state is State.RUNNING and run.step_time is not None:  # the ranks' are of other moments
+        text += f", {duration(now - run.step_time)} ago"
+    return text
 
 
 def _checkpoint(run: RunState, now: float) -> str:
@@ -193,8 +197,8 @@ def _checkpoint(run: RunState, now: float) -> str:
 
 def _worker(worker: Worker) -> str:
     text = f"process {worker.pid} on {worker.host}"
-    if worker.step is not None:
-        text += f", step {worker.step}, {worker.phase}"
+    if worker.step is not None and worker.age_s is not None:
+        text += f", step {worker.step}, {worker.phase}, {duration(worker.age_s)} ago"
     if worker.silent_s is not None and worker.silent_s >= _MINUTE_S:
         text += f", no progress for {duration(worker.silent_s)}"
     return text

@@ -21,7 +21,7 @@ from dmuon_platform.errors import SpecError
 from dmuon_platform.event_facts import Content, clock, last, number, whole
 from dmuon_platform.events import WAITING, Journal
 from dmuon_platform.handover import Handover, read_handover
-from dmuon_platform.heartbeat import Heartbeats
+from dmuon_platform.heartbeat import Heartbeat, Heartbeats
 from dmuon_platform.line_file import LineFile
 from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
@@ -70,6 +70,8 @@ class Worker:
     pid: int
     step: int | None = None
     phase: str | None = None
+    age_s: float | None = None
+    """Seconds since it said so, which it does every few seconds."""
     silent_s: float | None = None
     """Seconds since it came forward."""
 
@@ -81,6 +83,7 @@ class RunState:
     Attributes:
         exit_code: What ``dmuon status`` ends with.
         step: Optimizer steps done.
+        step_time: Unix time at which that was so; None when it is not known.
         num_steps: Of the whole run; None when its job cannot be read.
         metrics: Of that step; none where it has no line.
         evaluation: The newest evaluation up to that step, and its own step.
@@ -101,6 +104,7 @@ class RunState:
     state: State
     exit_code: int
     step: int
+    step_time: float | None
     num_steps: int | None
     metrics: Mapping[str, float]
     evaluation: Mapping[str, float]
@@ -141,7 +145,7 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
     steps = _recent_steps(folder)
     started = last(events, "training_started")
     pace = _Pace.of(steps, since=number(started, "time"))
-    step = _step_of(events, steps)
+    step, step_time = _step_of(events, steps)
     num_steps = None if spec is None else spec.num_steps
     is_running = state is State.RUNNING
     if started is None and not (folder / JOB_FILE).exists():
@@ -154,6 +158,7 @@ def _read(folder: Path, now: float, caught: Sequence[warnings.WarningMessage]) -
         state=state,
         exit_code=exit_code,
         step=step,
+        step_time=step_time,
         num_steps=num_steps,
         metrics=_metrics_of(folder, step),
         evaluation=_evaluation(folder, step),
@@ -202,14 +207,14 @@ def _recent_steps(folder: Path) -> list[Content]:
     return [line for line in islice(lines, RECENT_STEPS) if whole(line, "step") is not None]
 
 
-def _step_of(events: Sequence[Content], steps: Sequence[Content]) -> int:
-    """Return the steps done: of the newest line, unless an attempt went back since."""
-    done = whole(steps[0], "step") if steps else 0
+def _step_of(events: Sequence[Content], steps: Sequence[Content]) -> tuple[int, float | None]:
+    """Return the steps done, and when: of the newest line, unless an attempt went back since."""
+    done, written = (whole(steps[0], "step"), number(steps[0], "time")) if steps else (0, None)
     started = last(events, "training_started")
-    since, written = number(started, "time"), number(steps[0], "time") if steps else None
+    since = number(started, "time")
     if since is not None and (written is None or written < since):
-        done = whole(started, "step")
-    return done or 0
+        done, written = whole(started, "step"), since
+    return done or 0, written
 
 
 @dataclass(frozen=True)
@@ -271,10 +276,7 @@ def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker
     is_over = newest is not started
     beats = Heartbeats(folder).read()
     if beats and beats[0].attempt >= attempt + is_over:
-        return [
-            Worker(b.rank, b.host, b.pid, b.step, str(b.phase), max(0.0, now - b.progress))
-            for b in beats
-        ]
+        return [_worker_of(beat, now) for beat in beats]
     told = None if started is None or is_over else started.get("workers")
     workers = told if isinstance(told, list) else []
     return [
@@ -282,6 +284,12 @@ def _workers(folder: Path, events: Sequence[Content], now: float) -> list[Worker
         for rank, each in enumerate(workers)
         if isinstance(each, dict)
     ]
+
+
+def _worker_of(beat: Heartbeat, now: float) -> Worker:
+    age_s, silent_s = (max(0.0, now - when) for when in (beat.time, beat.progress))
+    phase = str(beat.phase)
+    return Worker(beat.rank, beat.host, beat.pid, beat.step, phase, age_s, silent_s)
 
 
 def _restart(event: Content) -> Restart:

@@ -153,9 +153,10 @@ def test_a_running_run_is_told_stopped_and_found_dead_when_killed(tmp_path, caps
         assert told["driver"]["pid"] == driver.pid
         assert [worker["pid"] for worker in told["workers"]] == [11]
         assert dmuon("status", folder) == 3
-        assert "rank 0      process 11 on far, step 31, data, no progress for 1 min" in (
-            capsys.readouterr().out
-        )
+        shown = capsys.readouterr().out
+        said = "rank 0      process 11 on far, step 31, data, 1 min 40 s ago, no progress for 1 min"
+        assert said in shown
+        assert re.search(r"^step +30 of 40 \(75.0 %\), \d+ s ago$", shown, re.M)
         for kind in ("restarted", "stopped", "launched"):
             Journal(folder).append(kind, attempt=2)
             assert read_run(folder).workers == []  # what dead ones have left is not told
