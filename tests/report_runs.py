@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from dmuon_platform.errors import exit_code_of, problem_of
 from dmuon_platform.events import Journal
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.spool import MetricsSpool
@@ -76,6 +77,21 @@ def train(folder: Path, steps: Iterable[int], worst: float = 0.4) -> None:
 
 def restart(folder: Path, step: int, cause: str) -> None:
     Journal(folder).append("restarted", attempt=1, step=step, cause=cause)
+
+
+def launch_and_start(folder: Path, step: int) -> None:
+    Journal(folder).append("launched", host="far", pid=7)
+    start(folder, step)
+
+
+def stop(folder: Path, step: int, reason: str, after: str = "end") -> None:
+    facts = {"checkpoint": step, "reason": reason, "after": after}
+    Journal(folder).append("stopped", attempt=1, step=step, **facts)
+
+
+def end(folder: Path, error: BaseException) -> None:
+    code, problem = exit_code_of(error), problem_of(error)
+    Journal(folder).append("ended", exit_code=code, problem=problem)
 
 
 def finish(folder: Path, steps: int = STEPS) -> None:

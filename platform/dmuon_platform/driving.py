@@ -16,7 +16,7 @@ from dmuon_platform.ray_session import OWN_TRIES, RayLost, RaySession
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.stall import describe_stall
 from dmuon_platform.stop_request import After, StopFile, StopRequest, pause
-from dmuon_platform.stop_signals import SIGNALS
+from dmuon_platform.stop_signals import NAMES
 from dmuon_platform.store import CheckpointStore
 from dmuon_platform.supervisor import Planned
 from dmuon_platform.waiting import wait_for_room
@@ -139,7 +139,7 @@ class Driving:
         if watched.asked is None:
             watched.asked = time.monotonic()
             self._view.end()
-            if request.reason not in SIGNALS:  # of those who launched it was told at once
+            if request.reason not in NAMES.values():  # of those who launched it was told at once
                 self._view.say(f"{request.by} asks to stop: {request.reason}")
         waited_s = time.monotonic() - watched.asked
         is_training = bool(self._beats.read(watched.attempt))
@@ -149,9 +149,8 @@ class Driving:
         saved = self._view.checkpoint
         raise GracefulStop(
             f"Stopped ({request.reason}) without a checkpoint at the end: "
-            + ("it took longer than faults.grace_s. " if is_training else "it had not begun. ")
-            + (f"The newest is of step {saved}. " if saved else "")
-            + "Run it again to go on."
+            + ("it took longer than faults.grace_s." if is_training else "it had not begun.")
+            + (f" The newest is of step {saved}." if saved else "")
         )
 
     def _ask_for_other_workers(self, watched: "_Watched") -> None:
@@ -208,10 +207,10 @@ class Driving:
             return Planned(stopped["reason"])
         text = f"Stopped after step {stopped['step']} ({stopped['reason']})"
         if stopped["checkpoint"] == stopped["step"]:
-            text += ", with a checkpoint. "
+            text += ", with a checkpoint."
         else:
-            text += f"; the checkpoint failed, the newest is of step {stopped['checkpoint']}. "
-        return Cause(text, "", final=GracefulStop(text + "Run it again to go on."))
+            text += f"; the checkpoint failed, the newest is of step {stopped['checkpoint']}."
+        return Cause(text, "", final=GracefulStop(text))
 
 
 class _Watched:

@@ -38,9 +38,20 @@ class SpecError(PlatformError):
 
 
 class GracefulStop(PlatformError):  # noqa: N818 - a stop on request is not an error
-    """The job was asked to stop, saved a checkpoint and ended; started again, it goes on."""
+    """The job was asked to stop, saved a checkpoint and ended; started again, it goes on.
+
+    Args:
+        fact: What happened, in sentences; the way out is said for it.
+    """
 
     exit_code: ClassVar[int] = 75
+
+    def __init__(self, fact: str) -> None:
+        super().__init__(fact)
+        self.fact = fact
+
+    def __str__(self) -> str:
+        return f"{self.fact} Run it again to go on."
 
 
 class ClusterLost(PlatformError):  # noqa: N818 - named for what happened to the run
@@ -93,6 +104,15 @@ class NoCluster(PlatformError):  # noqa: N818 - names what is the case
 
 SUBMIT_AGAIN = frozenset({GracefulStop.exit_code, ClusterLost.exit_code, INTERRUPTED})
 """Exit codes of runs that have not failed: launched again, they go on."""
+
+
+def problem_of(error: BaseException) -> str:
+    """Return what happened, for those who read of it later."""
+    if isinstance(error, KeyboardInterrupt):
+        return "ended at once by Ctrl-C, while it was stopping"
+    if isinstance(error, GracefulStop):
+        return error.fact
+    return str(error) or type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:

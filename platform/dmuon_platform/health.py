@@ -185,12 +185,12 @@ def _of_loss(history: RunHistory) -> Iterator[Finding]:
     )
     if len(values) < ENOUGH:
         yield Finding(Grade.UNKNOWN, f"{len(values)} steps are too few to judge the loss by.")
-    elif end < begin:
-        yield Finding(Grade.GOOD, f"The training loss fell from {begin:.3f} to {end:.3f}.")
     else:
+        has_fallen = end < begin
+        what = "fell" if has_fallen else "did not fall"
         yield Finding(
-            Grade.LOOK,
-            f"The training loss did not fall: {begin:.3f} in the first tenth of the steps, "
+            Grade.GOOD if has_fallen else Grade.LOOK,
+            f"The training loss {what}: {begin:.3f} on average in the first tenth of the steps, "
             f"{end:.3f} in the last.",
         )
 

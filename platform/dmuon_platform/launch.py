@@ -22,7 +22,7 @@ from dmuon_platform.data import (
 )
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.driving import Driving
-from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of
+from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of, problem_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.event_facts import finite, whole
 from dmuon_platform.event_text import event_text
@@ -135,12 +135,12 @@ def _written_down(journal: Journal) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(OSError):  # a full disk; the error itself is what counts
-            problem = str(error) or type(error).__name__
-            if isinstance(error, KeyboardInterrupt):
-                problem = "ended at once by Ctrl-C"
-            is_asked = isinstance(error, GracefulStop | KeyboardInterrupt)
-            facts = {"exit_code": exit_code_of(error), "problem": problem, "is_asked": is_asked}
-            journal.append("ended", **facts)
+            journal.append(
+                "ended",
+                exit_code=exit_code_of(error),
+                problem=problem_of(error),
+                is_asked=isinstance(error, GracefulStop | KeyboardInterrupt),
+            )
         raise
     journal.append("ended", exit_code=0)
 

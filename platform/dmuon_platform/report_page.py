@@ -41,6 +41,7 @@ from dmuon_platform.run_report import duration
 from dmuon_platform.run_state import RunState, read_run
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.training_starts import GONE, starts_of
 from dmuon_platform.wall_time import WallTime, wall_time
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -127,7 +128,7 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
     yield f"{run.step:,}{of} steps are done, in {duration(times.total)} of wall time."
     first, last = _first_loss(history), run.metrics.get(TRAIN_LOSS)
     if first is not None and last is not None:
-        yield f"The training loss went from {first:.3f} to {last:.3f}."
+        yield f"The training loss was {first:.3f} in the first step, and {last:.3f} in the last."
     if EVALUATION_LOSS in run.evaluation:
         yield _held_out(run, history)
     count = restarts_of(history.events)
@@ -159,7 +160,7 @@ def _tiles(
     if spec is not None:
         yield "tokens", f"{run.step * spec.tokens_per_step:,}"
     if (loss := run.metrics.get(TRAIN_LOSS)) is not None:
-        yield "training loss", f"{loss:.4f}"
+        yield "training loss of the last step", f"{loss:.4f}"
     if (loss := run.evaluation.get(EVALUATION_LOSS)) is not None:
         yield "held-out loss", f"{loss:.4f}"
     if history.is_known(TOKENS_PER_S):
@@ -200,7 +201,8 @@ def _tables(run: RunState, history: RunHistory, spec: JobSpec | None) -> Iterato
     yield facts_table(dict(_facts(run, history, spec)))
     if any(event["kind"] == "training_started" for event in history.events):
         yield "<h2>Starts of the training</h2>"
-        yield starts_table(history.events)
+        now = "goes on" if run.state is State.RUNNING else _how_it_ended(run)
+        yield starts_table(starts_of(history.events, now))
     if owners := owners_table(history.plan):
         yield "<h2>Owners</h2>"
         yield owners
@@ -217,6 +219,10 @@ def _tables(run: RunState, history: RunHistory, spec: JobSpec | None) -> Iterato
             "2505.16932).</p>"
         )
         yield matrices_table(history)
+
+
+def _how_it_ended(run: RunState) -> str:
+    return GONE if run.state is State.INTERRUPTED else run.problem or str(run.state)
 
 
 def _facts(run: RunState, history: RunHistory, spec: JobSpec | None) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dmuon_platform.event_facts import Content, clock, number, whole
+from dmuon_platform.event_facts import clock
 from dmuon_platform.health import Finding, Grade, grade_of
 from dmuon_platform.run_history import PER_OWNER, RunHistory
+from dmuon_platform.training_starts import TrainingStart
 from dmuon_platform.update_table import UpdateRow
 
 MOST_MATRICES = 300
@@ -64,34 +65,23 @@ def findings_list(findings: Sequence[Finding]) -> str:
     return f'<ul class="card findings">{"".join(lines)}</ul>'
 
 
-def starts_table(events: Sequence[Content]) -> str:
-    """Return when the training began, each time, and why again."""
-    rows = [[str(n), *map(escape, row)] for n, row in enumerate(_starts(events), start=1)]
+def starts_table(starts: Sequence[TrainingStart]) -> str:
+    """Return when the training began, each time, why again, and how it ended."""
+    rows = [
+        [
+            str(number),
+            clock(start.time),
+            "?" if start.step is None else str(start.step),
+            "?" if start.num_workers is None else str(start.num_workers),
+            escape(start.began),
+            escape(start.ended or "?"),
+        ]
+        for number, start in enumerate(starts, start=1)
+    ]
     shown = rows[-MOST_STARTS:]
     note = _left_out(len(shown), len(rows), "starts, the newest")
-    return table(("", "time", "from step", "workers", "why"), shown, "n.nn.") + note
-
-
-def _starts(events: Sequence[Content]) -> Iterator[tuple[str, ...]]:
-    why = "launched for the first time"
-    num_launches = 0
-    for event in events:
-        kind = event["kind"]
-        if kind == "launched":
-            num_launches += 1
-            if num_launches > 1 and not why.startswith("launched again"):
-                why = "launched again; the driver before had gone without a word"
-        elif kind == "ended":
-            problem = event.get("problem")
-            why = "launched again; " + (str(problem) if problem else "the launch before ended")
-        elif kind == "restarted":
-            why = f"restart after step {event.get('step', '?')}: {event.get('cause', 'unknown')}"
-        elif kind == "training_started":
-            workers = event.get("workers")
-            count = str(len(workers)) if isinstance(workers, list) else "?"
-            step = whole(event, "step")
-            yield clock(number(event, "time")), "?" if step is None else str(step), count, why
-            why = "the same launch began again, as planned"
+    header = ("", "time", "from step", "workers", "began", "ended")
+    return table(header, shown, "n.nn..") + note
 
 
 def owners_table(plan: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ def pause(file: StopFile, launch: str, seconds: float) -> None:
     while True:
         request = file.read(launch)
         if request is not None and request.after == After.END:
-            raise GracefulStop(f"Stopped ({request.reason}). Run it again to go on.")
+            raise GracefulStop(f"Stopped ({request.reason}).")
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return

@@ -10,8 +10,7 @@ from typing import Any, Self
 from dmuon_platform.errors import GracefulStop
 from dmuon_platform.stop_request import StopFile, StopRequest
 
-HEARD = (signal.SIGTERM, signal.SIGINT)
-SIGNALS = frozenset(each.name for each in HEARD)
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 """The reasons of requests that come from here."""
 
 
@@ -38,7 +37,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._file.remove()  # an earlier launch was meant
-        self._before = {each: signal.signal(each, self._hear) for each in HEARD}
+        self._before = {each: signal.signal(each, self._hear) for each in NAMES}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,21 +58,21 @@ class StopSignals:
         finally:
             self._is_training = False
         if self._reason is not None:
-            raise GracefulStop(
-                f"Stopped by {self._reason} after the training. Run it again to go on."
-            )
+            raise GracefulStop(f"Stopped by {self._reason} after the training.")
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if self._reason is not None:
             if number == signal.SIGINT:
-                self._say("SIGINT: ending at once, without another checkpoint")
+                self._say("Ctrl-C: ending at once, without another checkpoint")
                 raise KeyboardInterrupt
             return  # `timeout` sends two, and the second may come within this very function
-        name = self._reason = signal.Signals(number).name
+        name = self._reason = NAMES[signal.Signals(number)]
         if not self._is_training:
-            raise GracefulStop(f"Stopped by {name}. Run it again to go on.")
-        self._say(f"{name}: stopping after this step, with a checkpoint; Ctrl-C ends it at once")
+            raise GracefulStop(f"Stopped by {name}.")
+        self._say(
+            f"{name}: stopping after this step, with a checkpoint; Ctrl-C now ends it at once"
+        )
         try:
             self._file.write(StopRequest.now(self._launch, name))
         except OSError as error:  # no checkpoint could be written either
-            raise GracefulStop(f"Stopped by {name} without a checkpoint: {error}") from error
+            raise GracefulStop(f"Stopped by {name} without a checkpoint: {error}.") from error

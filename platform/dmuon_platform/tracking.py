@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from dmuon_platform import matplotlib_cache
 from dmuon_platform.child_process import command_of, environment
-from dmuon_platform.errors import SUBMIT_AGAIN, exit_code_of
+from dmuon_platform.errors import SUBMIT_AGAIN, exit_code_of, problem_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spec.toml import NONE, toml_value
 from dmuon_platform.tracking_files import Description, TrackingFiles
@@ -89,7 +89,7 @@ class Tracker:
         if self._is_finished:
             return
         goes_on = error is None or exit_code_of(error) in SUBMIT_AGAIN
-        problem = None if error is None else str(error) or type(error).__name__
+        problem = None if error is None else problem_of(error)
         self.finish("KILLED" if goes_on else "FAILED", problem=problem)
 
     def finish(

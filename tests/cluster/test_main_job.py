@@ -80,7 +80,7 @@ def test_the_report_at_the_end_and_in_mlflow_has_the_numbers_of_the_run(referenc
     kept = client.download_artifacts(tracked.info.run_id, "report/report.html")
     assert Path(kept).read_text(encoding="utf-8") == page
     newest = run.metrics()[driver.STEPS]
-    assert f"<b>{newest['train/loss']:.4f}</b><span>training loss" in page
+    assert f"<b>{newest['train/loss']:.4f}</b><span>training loss of the last step" in page
     assert f"<b>{newest['evaluation/loss']:.4f}</b><span>held-out loss" in page
     assert 'good">finished' in page
     plan = run.events("training_started")[0]["plan"]

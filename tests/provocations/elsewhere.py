@@ -140,7 +140,6 @@ OUT_OF_REACH = {
     "Another dmuon sweep is at work": _RACE,
     "does not say what came of its training": _DEFECT,
     "old checkpoints could not be deleted": _DISK,
-    "after the training. Run it again to go on": _RACE,
     "without a checkpoint:": _DISK,
     "a lock does not keep others out": _MACHINE,
     "chmod 1777 /dev/shm as root": _MACHINE,

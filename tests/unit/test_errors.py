@@ -29,7 +29,9 @@ from dmuon_platform.errors import (
 def test_an_error_survives_pickling_with_its_exit_code(
     kind: type[PlatformError], code: int
 ) -> None:
-    error = pickle.loads(pickle.dumps(kind("mesh.shard: 3 does not divide 4 workers")))
+    raised = kind("mesh.shard: 3 does not divide 4 workers.")
+    error = pickle.loads(pickle.dumps(raised))
     assert type(error) is kind
-    assert str(error) == "mesh.shard: 3 does not divide 4 workers"
+    way_out = " Run it again to go on." if kind is GracefulStop else ""
+    assert str(error) == f"mesh.shard: 3 does not divide 4 workers.{way_out}"
     assert error.exit_code == code

@@ -3,19 +3,33 @@
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from browser import browser, installed
 from dmuon_platform import cli
 from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.errors import ClusterLost, GracefulStop
 from dmuon_platform.events import Journal
 from dmuon_platform.health import Grade, findings_of, verdict
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_history import read_history
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.update_table import UPDATES_FILE
-from report_runs import NAMES, STEPS, begin, finish, restart, start, train, updates
+from report_runs import (
+    NAMES,
+    STEPS,
+    begin,
+    end,
+    finish,
+    launch_and_start,
+    restart,
+    start,
+    stop,
+    train,
+    updates,
+)
 
 ODD = """<img src=x onerror=alert(1)> & "it's" $x^2$ 名"""
 VOID = {"meta", "link", "br", "img"}
@@ -117,11 +131,68 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
         assert row[7:] == [f"{seen.update_rms / seen.weight_rms:.3g}", "good"]
     starts = page.tables["Starts of the training"][1:]
     assert [row[2:4] for row in starts] == [["0", "2"], ["20", "2"]]
-    assert starts[1][4] == "restart after step 30: rank 1 <died> & was 'gone'"
+    assert starts[0][5] == "failed after step 30: rank 1 <died> & was 'gone'"
+    assert starts[1][4:] == ["the same launch, after the failure", f"trained to step {STEPS}"]
+    first, last = (1 + 4 / step for step in (1, STEPS))
+    steps = f"The training loss was {first:.3f} in the first step, and {last:.3f} in the last."
+    assert steps in page.text
+    first, last = (fmean(1 + 4 / step for step in tenth) for tenth in (range(1, 7), range(55, 61)))
+    tenths = f"The training loss fell: {first:.3f} on average in the first tenth of the steps, "
+    assert f"{tenths}{last:.3f} in the last." in page.texts
     assert [row[1:3] for row in page.tables["Owners"][1:]] == [["2", "2.0"], ["1", "1.0"]]
     assert page.tags.count("svg") == page.tags.count("figure") == 10
     assert page.text.count("started again (1 x)") == 8  # in every picture over the steps
     assert "Damaged or missing" not in page.texts
+
+
+def test_each_start_tells_how_it_ended_and_none_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    begin(folder)
+    start(folder, 0)
+    stop(folder, 9, "Ctrl-C")
+    end(folder, GracefulStop("Stopped after step 9 (Ctrl-C), with a checkpoint."))
+    launch_and_start(folder, 9)
+    end(folder, KeyboardInterrupt())
+    launch_and_start(folder, 9)
+    stop(folder, 15, "Ctrl-C")
+    end(folder, KeyboardInterrupt())
+    launch_and_start(folder, 15)  # and it is killed
+    launch_and_start(folder, 15)
+    stop(folder, 20, "there is room for more workers", "restart")
+    start(folder, 20)
+    restart(folder, 25, "rank 1 died\nof this and that")
+    restart(folder, 25, "no worker has been heard of")
+    start(folder, 25)
+    end(folder, ClusterLost("The cluster is gone.\nRun the job again when there is one."))
+    Journal(folder).append("launched", host="far", pid=7)
+    end(folder, GracefulStop("Stopped by SIGTERM."))
+    launch_and_start(folder, 25)
+
+    rows = report(folder).tables["Starts of the training"]
+    gone = "its command left no word: killed, or its machine lost"
+    at_once = "ended at once by Ctrl-C, while it was stopping"
+    assert [row[4:] for row in rows] == [
+        ["began", "ended"],
+        ["launched", "stopped after step 9: Ctrl-C, with a checkpoint"],
+        ["launched again", at_once],
+        ["launched again", f"stopped after step 15: Ctrl-C, with a checkpoint; {at_once}"],
+        ["launched again", gone],
+        [
+            "launched again",
+            "stopped after step 20: there is room for more workers, with a checkpoint",
+        ],
+        ["the same launch, as planned", "failed after step 25: rank 1 died"],
+        [
+            "the same launch, after the failure; before, without a start: failed after step 25: "
+            "no worker has been heard of",
+            "The cluster is gone.",
+        ],
+        ["launched again; before, without a start: Stopped by SIGTERM.", gone],
+    ]
+    with DriverLease(folder):
+        assert report(folder).tables["Starts of the training"][-1][5] == "goes on"
+    Journal(folder).append("trained", attempt=1, step=STEPS)
+    assert report(folder).tables["Starts of the training"][-1][5] == f"trained to step {STEPS}"
 
 
 def test_a_page_refers_to_nothing_and_runs_nothing(run: Path) -> None:

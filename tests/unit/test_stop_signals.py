@@ -42,4 +42,4 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_so(tmp_path: Path) -> None:
         with twice, signals.training():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-    assert said[1:] == ["SIGINT: ending at once, without another checkpoint"]
+    assert said[1:] == ["Ctrl-C: ending at once, without another checkpoint"]
