@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dmuon_platform import cli
+from printed import block
 
 import dmuon
 from dmuon.bench import command
@@ -64,6 +65,18 @@ def test_there_are_documents_with_commands() -> None:
 @pytest.mark.parametrize("arguments", of_program("dmuon"))
 def test_a_command_of_the_platform_has_these_arguments(arguments: list[str]) -> None:
     cli._parser().parse_args(arguments)
+
+
+def test_a_plan_for_many_gpus_begins_as_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = block("platform/README.md", "a plan for many", "bash").replace("\\\n", "")
+    _, *arguments = shlex.split(command)
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.startswith(
+        block("platform/README.md", "its first lines", "text")
+    )
 
 
 @pytest.mark.parametrize("arguments", of_program("python", "-m", "dmuon.bench"))
