@@ -38,6 +38,14 @@ LOST = frozenset(
 UNANSWERED = "WorkerHealthCheckTimeoutError"
 """A worker process is there and does not answer Ray."""
 
+GUESSES = re.compile(r"\s*Some common causes include:.*")
+"""To the end of its line: what Ray tells of every process that is gone, whatever ended it."""
+
+NO_MEMORY = re.compile(r"out[ _]of[ _]memory|low on memory", re.I)
+"""In what is left then, only of a process that Ray itself has killed for it."""
+
+PLACE = re.compile(r"^\s*pid: (?P<pid>\d+)$.*?^\s*ip: (?P<ip>\S+)$", re.M | re.S)
+
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 STORAGE_AWAY = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EROFS})
 """Numbers of an `OSError` that may be gone at the next try."""
@@ -72,18 +80,27 @@ def cause_of(error: BaseException) -> Cause:
     rank = min(workers, key=lambda rank: (_rank_of_blame(workers[rank]), rank))
     guilty = workers[rank]
     if _is_death(guilty):
-        text = f"The worker process of rank {rank} died (killed, out of memory, or its machine)."
-        why = getattr(guilty, "health_check_failure", guilty)
-        return Cause(text, str(why), is_loss=True, is_hang=_is(guilty, {UNANSWERED}))
+        return _cause_of_death(rank, guilty)
     is_collateral = bool(COLLATERAL.search(str(guilty)))  # then nobody has said anything else
     lost = " misses another (a process, a machine or the network is gone)" if is_collateral else ""
     return Cause(
         f"Rank {rank}{lost}: {_one_line(guilty)}",
-        str(error),
+        _plain(error),
         is_loss=is_collateral or _is_storage(guilty),
         is_hang=is_collateral and bool(TIMEOUT.search(str(guilty))),
         final=guilty if isinstance(guilty, FINAL) else None,
     )
+
+
+def _cause_of_death(rank: int, guilty: Exception) -> Cause:
+    why = _plain(getattr(guilty, "health_check_failure", guilty))
+    place = PLACE.search(why)
+    at = "" if place is None else f" (process {place['pid']} on {place['ip']})"
+    how = "killed, out of memory, or its machine"  # Ray does not know which, nor by which signal
+    if NO_MEMORY.search(why):
+        how = "killed by Ray, since its machine was short of memory"
+    text = f"The worker process of rank {rank} died{at}: {how}."
+    return Cause(text, why, is_loss=True, is_hang=_is(guilty, {UNANSWERED}))
 
 
 def _cause_of_controller(inner: BaseException, error: BaseException) -> Cause:
@@ -91,7 +108,7 @@ def _cause_of_controller(inner: BaseException, error: BaseException) -> Cause:
     died = "The process that steers the workers (Ray's controller) died."
     return Cause(
         died if is_death else _one_line(inner),
-        str(error),
+        _plain(error),
         is_loss=_is(inner, LOST) or _is_storage(inner),
         leaves_workers=is_death,
         final=inner if isinstance(inner, FINAL) else None,
@@ -116,6 +133,10 @@ def _is_storage(error: BaseException) -> bool:
 
 def _is(error: Any, names: set[str] | frozenset[str]) -> bool:
     return bool({base.__name__ for base in type(error).__mro__} & names)
+
+
+def _plain(error: BaseException) -> str:
+    return GUESSES.sub("", str(error))
 
 
 def _one_line(error: BaseException) -> str:

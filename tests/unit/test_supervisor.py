@@ -124,6 +124,41 @@ def test_a_dead_rank_is_blamed_before_those_that_miss_it():
     assert not cause.is_hang
 
 
+DIED = """The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tactor_id: ebb51436040e05dfee70fa0901000000
+\tpid: 4370
+\tnamespace: f8bae38d-dec2-4c43-ba0a-7de645dbd296
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
+detail: Worker unexpectedly exits with a connection error code 2. End of file."""
+GUESSES = """ Some common causes include: (1) the process was killed by the OOM killer due to high \
+memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due to \
+SIGSEGV or another unexpected error. If the process was killed by the kernel OOM killer, consider \
+enabling resource isolation via --enable-resource-isolation."""
+SHORT = "Task was killed due to the node running low on memory.\nMemory was 15 GB / 16 GB (0.95)."
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_death_is_told_with_its_place_and_without_what_may_have_caused_any(wrapped):
+    death = RayActorError(DIED + GUESSES)
+    if wrapped:
+        death.health_check_failure = RayActorError(DIED + GUESSES)
+    cause = cause_of(WorkerGroupError(_1=death))
+    assert cause.summary == (
+        "The worker process of rank 1 died (process 4370 on 192.0.2.2): killed, out of memory, or "
+        "its machine."
+    )
+    assert cause.details == DIED
+    assert cause_of(RayActorError(DIED + GUESSES)).details == DIED
+
+
+def test_memory_that_was_short_is_told():
+    cause = cause_of(WorkerGroupError(_1=RayActorError(SHORT)))
+    assert cause.summary.endswith("died: killed by Ray, since its machine was short of memory.")
+    assert cause.details == SHORT
+
+
 def test_an_error_in_the_code_is_blamed_before_its_consequences():
     lost = RuntimeError("gloo: Connection closed by peer")
     cause = cause_of(WorkerGroupError(_0=lost, _1=ValueError("bad shape\nmore")))
