@@ -23,6 +23,7 @@ from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.resume import base_folder
+from dmuon_platform.store import CheckpointStore
 
 
 def resolve(spec: JobSpec) -> JobSpec:
@@ -143,7 +144,8 @@ def check_earlier_run(spec: JobSpec) -> None:
     """Refuse to go on with a run that was started with another job.
 
     Raises:
-        SpecError: The folder holds a run of a job that this one cannot go on with.
+        SpecError: The folder holds a run of a job that this one cannot go on with, or that has
+            done more steps.
     """
     recorded = spec.run_dir / JOB_FILE
     if not recorded.exists():
@@ -164,6 +166,19 @@ def check_earlier_run(spec: JobSpec) -> None:
             f"{spec.name!r} was already started in {spec.run_dir} with another job, and cannot go "
             f"on with this one:\n{lines}\nSet these back to go on with that run, or give this job "
             "a name of its own (--set name=NAME)."
+        )
+    _check_steps(spec)
+
+
+def _check_steps(spec: JobSpec) -> None:
+    store = CheckpointStore(spec.run_dir, on_damage=lambda _: None)  # the workers tell of it
+    newest = next(store.newest_first(), None)
+    if newest is not None and newest.step > spec.num_steps:
+        key = "train.tokens" if spec.train.steps is None else "train.steps"
+        raise SpecError(
+            f"{key} ends the run after step {spec.num_steps}, and {spec.name!r} has done "
+            f"{newest.step} ({newest.path}). A run does not go back: end it there, which exports "
+            "what it has learnt, or later, or give this job a name of its own (--set name=NAME)."
         )
 
 

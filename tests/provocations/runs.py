@@ -15,9 +15,11 @@ from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.model.huggingface import load_local_model, read_vocab_size
 from dmuon_platform.preflight import check_earlier_run, storage_explained
 from dmuon_platform.spec import JobSpec, job_of
+from dmuon_platform.store import CheckpointStore
 from dmuon_platform.tracking import Tracker
 from provocations.form import Provocation, with_file
 from small_job import small
+from unit.stored import save
 
 
 def _read(path: Path) -> list[str]:
@@ -44,6 +46,11 @@ def _left(folder: Path, **changes: Any) -> JobSpec:
     earlier.run_dir.mkdir()
     (earlier.run_dir / "job.toml").write_text(earlier.to_toml())
     return job_of(small(storage=str(folder), **changes))
+
+
+def _with_checkpoint(spec: JobSpec, step: int) -> JobSpec:
+    save(CheckpointStore(spec.run_dir), step)
+    return spec
 
 
 def _on_a_full_disk(spec: JobSpec) -> None:
@@ -137,6 +144,12 @@ ROWS = [
         "'small' was already started in",
         "optimizer.lr: 0.02 -> 0.5",
         "Set these back to go on with that run, or give this job a name of its own",
+    ),
+    Provocation(
+        lambda folder: check_earlier_run(_with_checkpoint(_left(folder, train__steps=20), 30)),
+        SpecError,
+        "train.steps ends the run after step 20, and 'small' has done 30",
+        "end it there, which exports what it has learnt, or later",
     ),
     Provocation(
         lambda folder: _on_a_full_disk(_left(folder)),
