@@ -2,6 +2,8 @@
 
 import os
 import re
+from base64 import b64encode
+from urllib.parse import unquote, urlsplit
 
 _DATABASE = re.compile(r"(\b[\w+]*sql[\w+]*://)[^:/\s]*(?::[^@\s]*)?@")  # as SQLAlchemy reads one
 _USER = re.compile(r"(?<=://)[^\s/?#]*@")
@@ -28,3 +30,17 @@ def with_credentials(uri: str) -> str:
     """Return a tracking URI as the environment has it, if that leads to the same place."""
     known = os.environ.get(_VARIABLE, "")
     return known if without_credentials(known) == uri else uri
+
+
+def login_of(uri: str) -> dict[str, str]:
+    """Return the header with which a tracking server is asked, as MLflow does; empty without one.
+
+    User and password come from the URI or from MLflow's variables, the token from its variable.
+    """
+    parts = urlsplit(uri)
+    user = unquote(parts.username or "") or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = unquote(parts.password or "") or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    if user and password:
+        return {"Authorization": "Basic " + b64encode(f"{user}:{password}".encode()).decode()}
+    return {"Authorization": f"Bearer {token}"} if token else {}

@@ -7,6 +7,8 @@ from typing import Any
 
 Content = Mapping[str, Any]
 
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+
 
 def number(content: Content | None, key: str) -> float | None:
     """Return a number in plain data, None where there is none or one beyond all of float64."""
@@ -38,6 +40,18 @@ def clock(unix_time: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time or math.nan))
     except (ValueError, OverflowError, OSError):
         return "?"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its two largest units."""
+    if not math.isfinite(seconds):
+        return "?"
+    s = max(0, round(seconds))
+    if s < HOUR_S:
+        return f"{s} s" if s < MINUTE_S else f"{s // MINUTE_S} min {s % MINUTE_S} s"
+    if s < DAY_S:
+        return f"{s // HOUR_S} h {s % HOUR_S // MINUTE_S} min"
+    return f"{s // DAY_S} d {s % DAY_S // HOUR_S} h"
 
 
 def last(events: Sequence[Content], *kinds: str) -> Content | None:

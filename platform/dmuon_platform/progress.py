@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from dmuon_platform.event_facts import duration
 from dmuon_platform.event_text import event_text
 from dmuon_platform.events import TRACKING_FAILED, TRACKING_WORKS, Journal
 from dmuon_platform.progress_bar import ProgressBar
@@ -159,7 +160,7 @@ class ProgressView:
             facts["restarts"] = f"restarts {self._restarts}"
         left_s = None if last else self._left_s()
         if left_s is not None:
-            facts["left"] = f"{left_s:.0f} s left"
+            facts["left"] = f"{duration(left_s)} left"
         return facts
 
     def _left_s(self) -> float | None:

@@ -13,7 +13,7 @@ from statistics import median
 
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import SpecError
-from dmuon_platform.event_facts import clock, number
+from dmuon_platform.event_facts import clock, duration, number
 from dmuon_platform.health import VERDICTS, Finding, Grade, findings_of, verdict
 from dmuon_platform.picture import Picture
 from dmuon_platform.plots import pictures_of
@@ -37,7 +37,6 @@ from dmuon_platform.run_history import (
     RunHistory,
     read_history,
 )
-from dmuon_platform.run_report import duration
 from dmuon_platform.run_state import RunState, read_run
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job

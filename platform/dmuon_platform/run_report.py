@@ -4,14 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dmuon_platform.event_facts import clock
+from dmuon_platform.event_facts import MINUTE_S, clock, duration
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import words_for
 from dmuon_platform.run_state import Restart, RunState, Worker
 from dmuon_platform.terminal_text import terminal_text
 from dmuon_platform.text_table import text_table
-
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
 def report(run: RunState, now: float) -> str:
@@ -88,18 +86,6 @@ def finite(content: Any) -> Any:
     if isinstance(content, list):
         return [finite(value) for value in content]
     return str(content) if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in its two largest units."""
-    if not math.isfinite(seconds):
-        return "?"
-    s = max(0, round(seconds))
-    if s < _HOUR_S:
-        return f"{s} s" if s < _MINUTE_S else f"{s // _MINUTE_S} min {s % _MINUTE_S} s"
-    if s < _DAY_S:
-        return f"{s // _HOUR_S} h {s % _HOUR_S // _MINUTE_S} min"
-    return f"{s // _DAY_S} d {s % _DAY_S // _HOUR_S} h"
 
 
 def _headline(run: RunState) -> str:
@@ -199,7 +185,7 @@ def _worker(worker: Worker) -> str:
     text = f"process {worker.pid} on {worker.host}"
     if worker.step is not None and worker.age_s is not None:
         text += f", step {worker.step}, {worker.phase}, {duration(worker.age_s)} ago"
-    if worker.silent_s is not None and worker.silent_s >= _MINUTE_S:
+    if worker.silent_s is not None and worker.silent_s >= MINUTE_S:
         text += f", no progress for {duration(worker.silent_s)}"
     return text
 

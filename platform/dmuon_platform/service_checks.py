@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dmuon_platform.cluster import reach_head
-from dmuon_platform.credentials import without_credentials
+from dmuon_platform.credentials import login_of, without_credentials
 from dmuon_platform.finding import Finding, State
 from dmuon_platform.spec.resources import HEAD
 
@@ -76,15 +76,25 @@ def check_mlflow(uri: str | None, storage: Path) -> Finding:
         return Finding("MLflow", State.GOOD, f"a database in {storage}")
     if not uri.startswith(("http://", "https://")):
         return _store(uri)
-    uri = without_credentials(uri)  # urllib would take them for a part of the host's name
+    return _tracking_server(uri)
+
+
+def _tracking_server(uri: str) -> Finding:
+    login, uri = login_of(uri), without_credentials(uri)
+    request = urllib.request.Request(f"{uri.rstrip('/')}/version", headers=login)
     try:
-        with closing(urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=TIMEOUT_S)) as it:
-            version = it.read(100).decode("ascii", "replace")
-    except (OSError, ValueError) as error:
+        with closing(urllib.request.urlopen(request, timeout=TIMEOUT_S)) as answer:
+            version = answer.read(100).decode("ascii", "replace")
+    except urllib.error.HTTPError as error:
         fix = (
-            "start it with `mlflow server`; a name that is refused (403) belongs in its "
-            "--allowed-hosts. Until then metrics wait on the disk"
+            "where it wants a user and a password, put MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD into the environment; a name of the server that it refuses "
+            "belongs in its --allowed-hosts. Until then metrics wait on the disk"
         )
+        told = f"{uri} answers {error.code} ({error.reason}), and no version of MLflow"
+        return Finding("MLflow", State.POOR, told, fix)
+    except (OSError, ValueError) as error:
+        fix = "start it with `mlflow server`. Until then metrics wait on the disk"
         return Finding("MLflow", State.POOR, f"no server at {uri} ({_why(error)})", fix)
     return Finding("MLflow", State.GOOD, f"MLflow {version} at {uri}")
 

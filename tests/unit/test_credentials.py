@@ -8,7 +8,12 @@ from threading import Thread
 
 import pytest
 from dmuon_platform import cli
-from dmuon_platform.credentials import keep_aside, with_credentials, without_credentials
+from dmuon_platform.credentials import (
+    keep_aside,
+    login_of,
+    with_credentials,
+    without_credentials,
+)
 from dmuon_platform.drain import Drain, _Formatter
 from dmuon_platform.events import Journal
 from dmuon_platform.finding import State
@@ -18,6 +23,7 @@ from dmuon_platform.spec import job_of
 from dmuon_platform.tracked_run import is_reachable
 from dmuon_platform.tracking import describe
 from dmuon_platform.tracking_files import TrackingFiles
+from gate import gate
 from small_job import small
 
 
@@ -63,6 +69,26 @@ def test_a_server_with_a_password_can_be_reached_and_none_is_told(port: int) -> 
     assert is_reachable(uri)
     found = check_mlflow(uri, Path())
     assert (found.state, found.seen) == (State.GOOD, f"MLflow 3.0 at http://127.0.0.1:{port}")
+
+
+def test_doctor_asks_a_server_behind_a_password_as_mlflow_does(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{variable}", raising=False)
+    with gate(f"http://127.0.0.1:{port}", "me", "s3%cr@t") as door:
+        refused = check_mlflow(f"http://{door}", Path())
+        assert refused.state is State.POOR
+        assert "answers 401 (Unauthorized), and no version of MLflow" in refused.seen
+        assert "where it wants a user and a password, put MLFLOW_TRACKING" in refused.fix
+        named = check_mlflow(f"http://me:s3%25cr%40t@{door}", Path())
+        assert (named.state, named.seen) == (State.GOOD, f"MLflow 3.0 at http://{door}")
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3%cr@t")
+        assert check_mlflow(f"http://{door}", Path()).state is State.GOOD
+    monkeypatch.delenv("MLFLOW_TRACKING_USERNAME")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "abc")
+    assert login_of("http://127.0.0.1") == {"Authorization": "Bearer abc"}
 
 
 def test_a_tracker_that_fails_and_works_again_is_told_without_its_password(
