@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dmuon_platform.backlog import Backlog
 from dmuon_platform.line_file import LineFile
+from dmuon_platform.metric_names import EVALUATION_LOSS
 
 if TYPE_CHECKING:
     import dmuon  # brings torch, which the drain, that imports this, has no use for
@@ -20,7 +21,6 @@ CATALOGUE_FILE = "checkpoints.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFESTS_FOLDER = "manifests"
 """A copy of every manifest, which stays when the checkpoint itself is pruned."""
-EVALUATION_LOSS = "evaluation/loss"
 
 
 @dataclass(frozen=True)

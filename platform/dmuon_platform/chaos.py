@@ -12,6 +12,7 @@ from dmuon_platform.data import Dataset, open_dataset, prepare_dataset
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.events import Journal
 from dmuon_platform.launches import LOG_FILE, Launches
+from dmuon_platform.metric_names import TIME
 from dmuon_platform.run_comparison import Check, compare
 from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec, job_of, load_job
@@ -85,7 +86,7 @@ def undisturbed_run(job: JobSpec) -> JobSpec:
 def prepared(undisturbed: JobSpec) -> JobSpec:
     """Return the job with faults that are noticed soon and never too many."""
     records, _ = MetricsSpool(undisturbed.run_dir).read_from(0)
-    seconds = [sum(v for k, v in r.metrics.items() if k.startswith("time/")) for r in records[1:]]
+    seconds = [sum(v for k, v in r.metrics.items() if k.startswith(TIME)) for r in records[1:]]
     document = undisturbed.model_dump(mode="json")
     document["faults"] |= {
         "stall_s": max(LEAST_STALL_S, round(STALL_STEPS * max(seconds, default=0.0), 1)),

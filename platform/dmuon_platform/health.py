@@ -7,8 +7,9 @@ from enum import IntEnum
 from statistics import fmean, median
 
 from dmuon_platform.event_facts import number
+from dmuon_platform.metric_names import GRADIENT_NORM, TRAIN_LOSS
 from dmuon_platform.run_ending import State
-from dmuon_platform.run_history import GRADIENT_NORM, TRAIN_LOSS, RunHistory
+from dmuon_platform.run_history import RunHistory
 from dmuon_platform.run_story import DROPPED, ROLLED_BACK
 from dmuon_platform.update_table import UpdateRow, UpdateTable
 

@@ -29,6 +29,7 @@ from dmuon_platform.event_text import event_text
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
+from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
@@ -44,8 +45,6 @@ from dmuon_platform.summary import Summary
 from dmuon_platform.supervisor import Failure, Supervisor, unfinished_failures
 from dmuon_platform.tracking import Delivery, Tracker, deliver_pending
 from dmuon_platform.waiting import wait_for_room
-
-BITS_PER_BYTE = "evaluation/bits_per_byte"
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set by Ray inside a submitted job: JSON, with its submission id below ``metadata``."""

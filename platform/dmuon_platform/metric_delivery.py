@@ -5,9 +5,10 @@ from typing import Protocol
 
 from mlflow.entities import Metric
 
+from dmuon_platform.metric_names import EVALUATION, UPDATES
 from dmuon_platform.spool import Record
 
-RARE = ("evaluation/", "muon/")
+RARE = (EVALUATION, UPDATES)
 """Prefixes of what is not measured at every step, so that each point counts."""
 
 MAX_RECORDS = 200

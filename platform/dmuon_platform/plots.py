@@ -12,6 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from dmuon_platform.health import HALF_THE_DIRECTIONS
+from dmuon_platform.metric_names import (
+    EVALUATION_LOSS,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    TIME,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+)
 from dmuon_platform.picture import (
     BLUE,
     GREY,
@@ -25,18 +33,7 @@ from dmuon_platform.picture import (
     use_decades,
 )
 from dmuon_platform.run_folder import PLOTS_FOLDER
-from dmuon_platform.run_history import (
-    EVALUATION_LOSS,
-    GRADIENT_NORM,
-    LEARNING_RATE,
-    PER_OWNER,
-    SPAN,
-    STEP_S,
-    TOKENS_PER_S,
-    TRAIN_LOSS,
-    RunHistory,
-    read_history,
-)
+from dmuon_platform.run_history import PER_OWNER, STEP_S, RunHistory, read_history
 from dmuon_platform.wall_time import wall_time
 
 MIB = 2**20
@@ -114,12 +111,12 @@ def _draw_gradient(figure: Figure, run: RunHistory) -> None:
 def _draw_step_time(figure: Figure, run: RunHistory) -> None:
     axes = axes_of(figure, "seconds a step")
     steps, floor = None, None
-    for key, color in zip(run.keys(SPAN), SERIES, strict=False):
+    for key, color in zip(run.keys(TIME), SERIES, strict=False):
         points = run.curves[key].thinned()
         if steps is None or floor is None or len(steps) != len(points.steps):
             steps, floor = points.steps, [0.0] * len(points.steps)
         top = [low + mean for low, mean in zip(floor, points.means, strict=True)]
-        label = key.removeprefix(SPAN).removesuffix("_s").replace("_", " and ")
+        label = key.removeprefix(TIME).removesuffix("_s").replace("_", " and ")
         axes.fill_between(steps, floor, top, color=color, alpha=0.8, linewidth=0, label=label)
         floor = top
     if run.is_known(STEP_S):
@@ -232,7 +229,7 @@ STEP_TIME = Picture(
     "Where a step's time goes",
     "Rank 0's spans on top of each other; above them, what lies between.",
     _draw_step_time,
-    (SPAN,),
+    (TIME,),
     has_band=False,
 )
 GOODPUT = Picture(

@@ -9,6 +9,7 @@ from rich.console import Console
 from dmuon_platform.event_facts import duration
 from dmuon_platform.event_text import event_text
 from dmuon_platform.events import TRACKING_FAILED, TRACKING_WORKS, Journal
+from dmuon_platform.metric_names import TOKENS_PER_S, TRAIN_LOSS
 from dmuon_platform.progress_bar import ProgressBar
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool, Record
@@ -151,9 +152,9 @@ class ProgressView:
         """Return what there is to say beside the step, by its name in a `ProgressBar`."""
         facts = {}
         metrics = {} if self._latest is None else self._latest.metrics
-        if "train/loss" in metrics:
+        if TRAIN_LOSS in metrics:
             facts["loss"] = f"loss {metrics['train/loss']:.3f}"
-            facts["speed"] = f"{metrics['speed/tokens_per_s']:,.0f} tokens/s"
+            facts["speed"] = f"{metrics[TOKENS_PER_S]:,.0f} tokens/s"
         if self._checkpoint is not None:
             facts["checkpoint"] = f"checkpoint {self._checkpoint}"
         if self._restarts:

@@ -9,10 +9,11 @@ from itertools import islice
 from typing import Any
 
 from dmuon_platform.events import Journal
+from dmuon_platform.metric_names import EVALUATION, TRAIN_LOSS
 from dmuon_platform.place import Place
 from dmuon_platform.run_story import ROLLED_BACK
 from dmuon_platform.spec import JobSpec
-from dmuon_platform.spool import EVALUATION, MetricsSpool, evaluation_of
+from dmuon_platform.spool import MetricsSpool, evaluation_of
 from dmuon_platform.update_table import UPDATES_FILE, UpdateTable
 
 
@@ -109,7 +110,7 @@ class Record:
         if self._spool is None:
             return []
         newest_first = self._spool.newest_first(step)
-        losses = (record.metrics.get("train/loss", math.nan) for record in newest_first)
+        losses = (record.metrics.get(TRAIN_LOSS, math.nan) for record in newest_first)
         return [*islice((loss for loss in losses if math.isfinite(loss)), count)][::-1]
 
     def sync(self) -> None:

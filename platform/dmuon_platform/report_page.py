@@ -15,6 +15,13 @@ from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import SpecError
 from dmuon_platform.event_facts import clock, duration, number
 from dmuon_platform.health import VERDICTS, Finding, Grade, findings_of, verdict
+from dmuon_platform.metric_names import (
+    BIGRAM_BITS_PER_BYTE,
+    BITS_PER_BYTE,
+    EVALUATION_LOSS,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+)
 from dmuon_platform.picture import Picture
 from dmuon_platform.plots import pictures_of
 from dmuon_platform.report_style import STYLE
@@ -28,15 +35,7 @@ from dmuon_platform.report_tables import (
 )
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import JOB_FILE, REPORT_FILE
-from dmuon_platform.run_history import (
-    EVALUATION_LOSS,
-    MOST_POINTS,
-    TOKENS_PER_S,
-    TRAIN_LOSS,
-    Curve,
-    RunHistory,
-    read_history,
-)
+from dmuon_platform.run_history import MOST_POINTS, Curve, RunHistory, read_history
 from dmuon_platform.run_state import RunState, read_run
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job
@@ -143,8 +142,8 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
 def _held_out(run: RunState, history: RunHistory) -> str:
     step, start = run.evaluation["step"], history.curves.get(EVALUATION_LOSS, Curve()).at(0)
     text = f"The held-out loss is {run.evaluation[EVALUATION_LOSS]:.3f}"
-    bits = run.evaluation.get("evaluation/bits_per_byte")
-    bigram = run.evaluation.get("evaluation/bigram_bits_per_byte")
+    bits = run.evaluation.get(BITS_PER_BYTE)
+    bigram = run.evaluation.get(BIGRAM_BITS_PER_BYTE)
     if bits is not None and bigram is not None:
         text += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
     text += f" (step {step:.0f})"

@@ -13,13 +13,14 @@ from dmuon_platform.batch_order import BatchOrder
 from dmuon_platform.data import Dataset
 from dmuon_platform.events import Journal
 from dmuon_platform.line_file import LineFile
+from dmuon_platform.metric_names import EVALUATION, TRAIN
 from dmuon_platform.run_story import ROLLED_BACK
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.store import Checkpoint, CheckpointStore
 from dmuon_platform.weights_digest import digest_of_checkpoint, nonfinite_in
 
-COMPUTED = ("train/", "evaluation/")
+COMPUTED = (TRAIN, EVALUATION)
 """Prefixes of the metrics that no clock has a part in."""
 
 

@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 
 from dmuon_platform.event_facts import Content, finite, number, whole
 from dmuon_platform.events import Journal
+from dmuon_platform.metric_names import (
+    EVALUATION_LOSS,
+    GRADIENT_NORM,
+    LEARNING_RATE,
+    TIME,
+    TOKENS,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+    UPDATES,
+)
 from dmuon_platform.spool import Continuation, MetricsSpool, Record
 from dmuon_platform.update_table import UPDATES_FILE, UpdateTable
 
-TRAIN_LOSS = "train/loss"
-EVALUATION_LOSS = "evaluation/loss"
-GRADIENT_NORM = "train/grad_norm"
-TOKENS = "train/tokens"
-TOKENS_PER_S = "speed/tokens_per_s"
-LEARNING_RATE = "train/lr_"
-SPAN = "time/"
-UPDATES = "muon/"
 STEP_S = "seconds"
 """Of a whole step, which the lines do not have: its tokens over its tokens a second."""
 WRITTEN = "written"
@@ -32,7 +34,7 @@ PER_OWNER = ("cost_per_owner", "bytes_per_owner", "num_matrices_per_owner")
 
 _DAY_S = 86_400.0
 
-READ = (TRAIN_LOSS, EVALUATION_LOSS, GRADIENT_NORM, TOKENS_PER_S, LEARNING_RATE, SPAN, UPDATES)
+READ = (TRAIN_LOSS, EVALUATION_LOSS, GRADIENT_NORM, TOKENS_PER_S, LEARNING_RATE, TIME, UPDATES)
 
 RECORDS_AT_ONCE = 1000
 MOST_POINTS = 1000

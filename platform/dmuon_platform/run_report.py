@@ -5,6 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dmuon_platform.event_facts import MINUTE_S, clock, duration
+from dmuon_platform.metric_names import (
+    BIGRAM_BITS_PER_BYTE,
+    BITS_PER_BYTE,
+    EVALUATION_LOSS,
+    TRAIN_LOSS,
+)
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import words_for
 from dmuon_platform.run_state import Restart, RunState, Worker
@@ -28,7 +34,7 @@ def table(runs: Sequence[RunState], now: float) -> str:
             run.name,
             str(run.state),
             f"{run.step}/{'?' if run.num_steps is None else run.num_steps}",
-            _number(run.metrics.get("train/loss"), ".3f") or "-",
+            _number(run.metrics.get(TRAIN_LOSS), ".3f") or "-",
             _number(run.tokens_per_s, ",.0f") or "-",
             "-" if run.checkpoint is None else str(run.checkpoint.step),
             str(run.num_restarts),
@@ -51,7 +57,7 @@ def plain(run: RunState, now: float) -> dict[str, Any]:
             "step": run.step,
             "step_time": run.step_time,
             "num_steps": run.num_steps,
-            "loss": run.metrics.get("train/loss"),
+            "loss": run.metrics.get(TRAIN_LOSS),
             "metrics": dict(run.metrics),
             "evaluation": dict(run.evaluation),
             "tokens_per_s": run.tokens_per_s,
@@ -119,7 +125,7 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
         ("asked to stop", run.stopping),
         ("submitted", None if run.handover is None else str(run.handover)),
         ("step", _progress(run, now)),
-        ("loss", _number(run.metrics.get("train/loss"), ".4f")),
+        ("loss", _number(run.metrics.get(TRAIN_LOSS), ".4f")),
         ("evaluation", _evaluation(run)),
         ("tokens/s", _number(run.tokens_per_s, ",.0f")),
         ("time left", None if run.eta_s is None else duration(run.eta_s)),
@@ -135,13 +141,11 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation(run: RunState) -> str | None:
-    loss = run.evaluation.get("evaluation/loss")
+    loss = run.evaluation.get(EVALUATION_LOSS)
     if loss is None:
         return None
     text = f"loss {loss:.4f}"
-    bits, bigram = (
-        run.evaluation.get(f"evaluation/{name}bits_per_byte") for name in ("", "bigram_")
-    )
+    bits, bigram = (run.evaluation.get(name) for name in (BITS_PER_BYTE, BIGRAM_BITS_PER_BYTE))
     if bits is not None:
         text += f", {bits:.3f} bits per byte"
     if bigram is not None:

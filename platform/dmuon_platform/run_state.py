@@ -23,6 +23,7 @@ from dmuon_platform.events import WAITING, Journal
 from dmuon_platform.handover import Handover, read_handover
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats
 from dmuon_platform.line_file import LineFile
+from dmuon_platform.metric_names import TOKENS_PER_S
 from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.run_story import restarts_of
@@ -231,7 +232,7 @@ class _Pace:
         s_per_step = None
         if len(mine) > 1 and mine[0][0] > mine[-1][0]:
             s_per_step = (mine[0][1] - mine[-1][1]) / (mine[0][0] - mine[-1][0])
-        speeds = [v for s in steps if (v := _metrics(s).get("speed/tokens_per_s")) is not None]
+        speeds = [v for s in steps if (v := _metrics(s).get(TOKENS_PER_S)) is not None]
         return cls(median(speeds) if speeds else None, s_per_step)
 
     def left_s(self, step: int, num_steps: int | None) -> float | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dmuon_platform.batch_order import BatchOrder
+from dmuon_platform.metric_names import GRADIENT_NORM, TRAIN_LOSS
 from dmuon_platform.record import Record
 from dmuon_platform.run_story import DROPPED, ROLLED_BACK
 from dmuon_platform.saving import Saving
@@ -65,7 +66,7 @@ class Setbacks:
         Raises:
             Diverged: There is nothing to go back to, or it was gone back to often enough.
         """
-        facts = {"loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
+        facts = {"loss": metrics[TRAIN_LOSS], "grad_norm": metrics[GRADIENT_NORM]}
         if self._training.verdict is Verdict.DROP:
             self._record.note(DROPPED, step=step + 1, **facts)
         if self._training.verdict is Verdict.ROLL_BACK:

@@ -9,10 +9,11 @@ from typing import Any
 
 from dmuon_platform.backlog import Backlog
 from dmuon_platform.line_file import Line, LineFile
+from dmuon_platform.metric_names import EVALUATION, SPEED, SYSTEM, TIME
 
 METRICS_FILE = "metrics.jsonl"
 
-MEASURED = ("time/", "speed/", "system/")
+MEASURED = (TIME, SPEED, SYSTEM)
 """Prefixes of what a clock measured: a replayed step may differ there and nowhere else."""
 
 FORGOTTEN = "rolled_back_to"
@@ -20,10 +21,6 @@ FORGOTTEN = "rolled_back_to"
 
 SYNC_EVERY_S = 1.0
 """What a crash of the whole machine may lose; the death of a process loses nothing."""
-
-
-EVALUATION = "evaluation/"
-"""Prefix of the metrics of an evaluation."""
 
 
 @dataclass(frozen=True)

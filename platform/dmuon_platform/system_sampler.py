@@ -21,6 +21,7 @@ class SystemSampler:
         records, _ = self.spool.read_from(0)
         self._index = max((record.step for record in records), default=-1) + 1
         self._due = time.monotonic() + EVERY_S
+        self._before = self._network_megabytes()
         psutil.cpu_percent()  # the next call says how busy it was since this one
 
     def sample(self) -> None:
@@ -29,14 +30,20 @@ class SystemSampler:
             return
         self._due = time.monotonic() + EVERY_S
         memory = psutil.virtual_memory()
-        network = psutil.net_io_counters()
+        received, sent = self._network_megabytes()
         metrics = {
             "system/cpu_utilization_percentage": psutil.cpu_percent(),
             "system/system_memory_usage_megabytes": memory.used / MEGABYTE,
             "system/system_memory_usage_percentage": memory.percent,
             "system/disk_usage_percentage": psutil.disk_usage(str(self._folder)).percent,
-            "system/network_receive_megabytes": network.bytes_recv / MEGABYTE,
-            "system/network_transmit_megabytes": network.bytes_sent / MEGABYTE,
+            "system/network_receive_megabytes": received - self._before[0],
+            "system/network_transmit_megabytes": sent - self._before[1],
         }
         self.spool.append(self._index, metrics, time.time())
         self._index += 1
+
+    @staticmethod
+    def _network_megabytes() -> tuple[float, float]:
+        """Return what came and went since the machine was started."""
+        network = psutil.net_io_counters()
+        return network.bytes_recv / MEGABYTE, network.bytes_sent / MEGABYTE

@@ -16,6 +16,15 @@ from dmuon_platform.batch_order import BatchOrder
 from dmuon_platform.data import Dataset
 from dmuon_platform.evaluation import bigram_bits_per_byte, bits_per_byte
 from dmuon_platform.heartbeat import Phase
+from dmuon_platform.metric_names import (
+    BIGRAM_BITS_PER_BYTE,
+    BITS_PER_BYTE,
+    EVALUATION_LOSS,
+    GRADIENT_NORM,
+    TOKENS,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+)
 from dmuon_platform.model import next_token_loss
 from dmuon_platform.place import Place
 from dmuon_platform.schedule import lr_multiplier
@@ -108,12 +117,12 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
         num_tokens = self.spec.train.global_batch_size * self.spec.data.sequence_length
         return {
-            "train/loss": loss,
-            "train/grad_norm": norm,
-            "train/tokens": float(num_tokens * (step + 1)),
+            TRAIN_LOSS: loss,
+            GRADIENT_NORM: norm,
+            TOKENS: float(num_tokens * (step + 1)),
             **self._learning_rates(),
             **({} if self.updates is None else self.updates.summary()),
-            "speed/tokens_per_s": num_tokens / clock.total_s(),
+            TOKENS_PER_S: num_tokens / clock.total_s(),
             **clock.spans,
         }
 
@@ -136,9 +145,9 @@ class Training:
         sums = self._sum_over_ranks(total, float(count))
         mean = sums[0] / sums[1]
         return {
-            "evaluation/loss": mean,
-            "evaluation/bits_per_byte": bits_per_byte(mean, self.dataset.info),
-            "evaluation/bigram_bits_per_byte": self._bigram_bits_per_byte,  # a line to compare with
+            EVALUATION_LOSS: mean,
+            BITS_PER_BYTE: bits_per_byte(mean, self.dataset.info),
+            BIGRAM_BITS_PER_BYTE: self._bigram_bits_per_byte,  # a line to compare with
         }
 
     @cached_property

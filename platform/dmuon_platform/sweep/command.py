@@ -20,13 +20,13 @@ from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import AlreadyRunning, PlatformError
 from dmuon_platform.events import Journal
 from dmuon_platform.git_state import git_state
+from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_folder import DATA_FOLDER
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.spec.data import DataSpec
 from dmuon_platform.sweep.grid import Grid, Point, make_points
 from dmuon_platform.sweep.outcome import (
-    MEASURE,
     Outcome,
     best_of,
     edges_of,
@@ -119,7 +119,7 @@ def _outcomes(points: Sequence[Point], datasets: Datasets, parallel: int) -> lis
             raise PlatformError(f"{point.spec.run_dir} does not say what came of its training")
         shown = "diverged"
         if outcome.evaluation is not None:
-            shown = f"{outcome.evaluation[MEASURE]:.4f} bits a byte"
+            shown = f"{outcome.evaluation[BITS_PER_BYTE]:.4f} bits a byte"
         print(
             f"{count}/{len(left)} {point.spec.name}: {shown}, {outcome.seconds:.0f} s", flush=True
         )

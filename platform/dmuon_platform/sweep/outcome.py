@@ -8,10 +8,9 @@ from typing import Any
 from dmuon_platform.errors import Diverged
 from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
+from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.sweep.grid import Grid, Point, Settings, last_part
 from dmuon_platform.text_table import text_table
-
-MEASURE = "evaluation/bits_per_byte"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
         Row(
             grid,
             dict(settings),
-            tuple(each.evaluation[MEASURE] for each in several if each.evaluation is not None),
+            tuple(
+                each.evaluation[BITS_PER_BYTE] for each in several if each.evaluation is not None
+            ),
             sum(each.evaluation is None for each in several),
         )
         for (grid, settings), several in by_settings.items()
