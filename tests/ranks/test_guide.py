@@ -148,10 +148,11 @@ def test_gpt2_is_fine_tuned_by_whatever_names_its_weights_have(
 
 
 _OTHER_RATES = f"""
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
 {block(GUIDE, "other rates", "python")}
-scheduler.step()
 assert [group["lr"] for group in optimizer.param_groups] == [0.005, 1e-3]
+scheduler.step()
+assert [group["lr"] for group in optimizer.param_groups] == [0.01, 2e-3]
 """
 
 

@@ -3,7 +3,6 @@
 The losses of one process come from the formulas, with the batches that all those scripts read.
 """
 
-import math
 import re
 import subprocess
 import sysconfig
@@ -151,7 +150,10 @@ _KEEP_FIRST_STEP = """
 """
 
 
-def test_the_schedule_of_another_optimizer_goes_on_in_its_middle() -> None:
+@pytest.mark.parametrize("warmed", [None, 0, 1], ids=str)
+def test_the_schedule_of_another_optimizer_goes_on_in_its_middle(warmed: int | None) -> None:
+    """Also after a scheduler was made, whose warm-up begins with that many tenths of the rate."""
+
     def rates(optimizer: torch.optim.Optimizer) -> list[float]:
         return [group["lr"] for group in optimizer.param_groups]
 
@@ -163,8 +165,11 @@ def test_the_schedule_of_another_optimizer_goes_on_in_its_middle() -> None:
         given = {
             "optimizer": dmuon.Muon(model, lr=0.02, adamw_lr=0.003),
             "torch": torch,
-            "math": math,
         }
+        if warmed is not None:
+            torch.optim.lr_scheduler.LambdaLR(
+                given["optimizer"], lambda step: min(1.0, (step + warmed) / 10)
+            )
         exec(block(MOVING, "schedule", "python"), given)
         optimizer = torch.optim.SGD(
             [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 0.003)]
