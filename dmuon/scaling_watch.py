@@ -76,8 +76,8 @@ class ScalingWatch:
             return
         self._params, self._sample = [], None
         warnings.warn(
-            "between backward and step the gradients of symmetric parameters were multiplied by "
-            f"{factor:.3g}, as torch.nn.utils.clip_grad_norm_ does; those of the "
+            "between backward and step the gradients of the parameters that FSDP2 shards were "
+            f"multiplied by {factor:.3g}, as torch.nn.utils.clip_grad_norm_ does; those of the "
             f"{len(self._dedicated)} hidden matrices live on their owners, where that does not "
             "arrive. Call dmuon.clip_grad_norm_(optimizer, max_norm) in its place",
             stacklevel=_level_of_caller(),

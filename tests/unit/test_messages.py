@@ -72,6 +72,12 @@ def test_every_message_is_quoted_by_a_test() -> None:
     assert not missing, HOW.format(count=len(missing), places=places)
 
 
+def test_no_message_has_the_words_of_the_code_for_what_users_call_otherwise() -> None:
+    inside = ("symmetric",)  # what FSDP2 shards and AdamW updates
+    said = {m.shown for m in all_messages() for part in m.parts if any(w in part for w in inside)}
+    assert said == set()
+
+
 def test_what_is_provoked_elsewhere_is_a_message_and_a_test() -> None:
     parts = [part for message in all_messages() for part in message.parts]
     for words in (*elsewhere.PROVOKED_BY, *elsewhere.OUT_OF_REACH):
