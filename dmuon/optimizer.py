@@ -104,8 +104,9 @@ class Muon(torch.optim.Optimizer):
         }
         if not isinstance(model, nn.Module):
             raise SetupError(
-                "Muon takes the model, not its parameters "
-                f"(got {type(model).__name__}): Muon(model)"
+                f"Muon takes the model, not its parameters (got {type(model).__name__}): "
+                "Muon(model), and for groups with settings of their own Muon(model, "
+                "param_groups=[...])"
             )
         check_flags(replicate_async=replicate_async)
         self.dedication = dedications.of(model)

@@ -39,6 +39,14 @@ def test_each_command_goes_on_where_the_last_one_stopped(
     ]
 
 
+def test_a_finished_training_that_is_started_again_says_so(
+    trained: tuple[Path, list[dict[int, float]]],
+) -> None:
+    folder, _ = trained
+    *_, last = block(GUIDE, "commands: train.py", "bash").splitlines()
+    assert run_forked(last, folder) == "loaded checkpoints/step-000060, 0 steps to go\n"
+
+
 def test_the_losses_are_those_of_one_process_that_was_never_stopped(
     trained: tuple[Path, list[dict[int, float]]],
 ) -> None:

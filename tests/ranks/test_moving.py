@@ -133,8 +133,10 @@ def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
         changed = script.replace(loop, f"\n{resume}\nfor step in range(start, {end}):\n")
         more = textwrap.indent(save, "    ") + _KEEP_FIRST_STEP
         path.write_text(changed.replace(zero, zero + more))
-        losses = losses_of(run_forked(command, tmp_path))
+        output = run_forked(command, tmp_path)
+        losses = losses_of(output)
         assert sorted(losses) == list(range(end - 19, end + 1))
+        assert ("loaded checkpoints/step-000020 of step 20\n" in output) == (end == 40)
         assert end == 40 or losses[1] == pytest.approx(loss, abs=1e-3)
     last = dmuon.read_manifest(tmp_path / "checkpoints" / "step-000040")
     assert last.extra["scheduler"]["last_epoch"] == 40

@@ -145,6 +145,8 @@ def test_muon_on_a_model_without_dedication() -> None:
 
 def test_muon_on_parameters_instead_of_the_model() -> None:
     refuse(1, "takes the model", lambda rank: dmuon.Muon(build().parameters()))  # type: ignore[arg-type]
+    groups = r"\(got list\): Muon\(model\), and for groups .* Muon\(model, param_groups="
+    refuse(1, groups, lambda rank: dmuon.Muon([{"params": []}]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

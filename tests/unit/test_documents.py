@@ -23,7 +23,7 @@ LISTED = subprocess.run(
 ).stdout.split()
 DOCUMENTS = [ROOT / name for name in LISTED] or sorted(ROOT.glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
-LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -99,6 +99,19 @@ def test_a_block_of_python_is_python(document: str, text: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_what_is_there(document: Path) -> None:
-    targets = LINK.findall(document.read_text(encoding="utf-8"))
-    ours = [target for target in targets if not target.startswith(("http://", "https://"))]
-    assert [target for target in ours if not (document.parent / target).exists()] == []
+    links = LINK.findall(document.read_text(encoding="utf-8"))
+    ours = [link for link in links if not link[0].startswith(("http://", "https://"))]
+    files = [(document.parent / file if file else document, heading) for file, heading in ours]
+    assert [file for file, _ in files if not file.exists()] == []
+    assert [link for link in files if link[1] and link[1] not in _anchors(link[0])] == []
+
+
+def _anchors(document: Path) -> set[str]:
+    """By which GitHub reaches the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_moving_a_script_leads_to_what_a_script_may_have_more() -> None:
+    headings = {heading for _, heading in LINK.findall((ROOT / "dmuon/MOVING.md").read_text())}
+    assert "parameter-groups" in headings
