@@ -34,7 +34,7 @@ from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
-from dmuon_platform.run_folder import DATA_FOLDER, REPORT_FILE
+from dmuon_platform.run_folder import DATA_FOLDER, JOB_FILE, REPORT_FILE
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
@@ -91,8 +91,7 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
         _stop_signals(spec, lease, console) as signals,
         session,
     ):
-        info = _prepare(start, session, lease, console)
-        preflight.record_job(spec)
+        info = _prepare(spec, start, session, lease, console)
         with Tracker(spec, _facts(spec, info, code)) as tracker:
             with ProgressView(spec, console) as view, signals.training():
                 driving = Driving(start.spec, session, view, lease.launch, _told(spec, start, info))
@@ -107,10 +106,16 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
 
 
 def _prepare(
-    start: Start, session: RaySession, lease: DriverLease, console: Console
+    spec: JobSpec, start: Start, session: RaySession, lease: DriverLease, console: Console
 ) -> DatasetInfo:
-    """Wait for room in the cluster, which preparing the data needs too, and prepare it."""
-    spec, info = start.spec, start.dataset
+    """Wait for room in the cluster, which preparing the data needs too, and prepare it.
+
+    The job is recorded when that is done, for a text that is refused may be changed; where an
+    earlier launch has recorded it, at once, so that a run that is stopped here is resumed as it is.
+    """
+    info = start.dataset
+    if (spec.run_dir / JOB_FILE).exists():
+        preflight.record_job(spec)
     listen = partial(pause, StopFile(spec.run_dir), lease.launch)
     wait_for_room(spec, session, listen, partial(_say, console), settle_s=0.0)
     if info is None:
@@ -118,6 +123,7 @@ def _prepare(
     else:
         _say(console, f"its text is not where data.source says; it was prepared in {info.folder}")
     check_size(info, spec.train.global_batch_size)
+    preflight.record_job(spec)
     return info
 
 

@@ -15,6 +15,7 @@ import pytest
 import tries
 from cluster import driver
 from dmuon_platform.data import BYTES, load_tokenizer, tokenise
+from dmuon_platform.spec import load_job
 
 pytestmark = pytest.mark.cluster
 
@@ -138,16 +139,21 @@ def _unpack_again(head: Path) -> None:
 def test_too_few_cpus_in_the_cluster_are_refused_before_workers_start(head, text, tmp_path):
     _, ports = head
     run = driver.make_run(tmp_path, text)
-    code, output = driver.run(
+    command = (
         *("run", run.job, "--address", f"127.0.0.1:{ports['gcs']}"),
         *("--set", "resources.cpus_per_worker=8", "faults.node_wait_s=1"),
-        RAY_AUTH_MODE="disabled",
     )
+    code, output = driver.run(*command, RAY_AUTH_MODE="disabled")
     assert code == 1, output
     assert "16 CPUs" in output
     assert "Traceback" not in output
     assert not run.events("training_started")
     assert "16 CPUs" in run.events("waiting")[-1]["what"]
+    recorded = run.folder / "job.toml"
+    assert not recorded.exists()  # its text may yet be refused, and mended
+    recorded.write_text(load_job(run.job, ["train.steps=50"]).to_toml())
+    assert driver.run(*command, RAY_AUTH_MODE="disabled")[0] == 1
+    assert load_job(recorded).num_steps == driver.STEPS  # `dmuon resume` goes on with that one
 
 
 def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_name(

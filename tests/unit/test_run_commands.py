@@ -103,6 +103,8 @@ def dmuon(*arguments: object) -> int:
     [
         ([("finished", {"steps": STEPS}), ("ended", {"exit_code": 0})], State.FINISHED, 0),
         ([("finished", {"steps": STEPS})], State.FINISHED, 0),
+        ([("finished", {"steps": STEPS}), ("launched", {})], State.FINISHED, 0),
+        ([("finished", {"steps": STEPS}), ("ended", {"exit_code": 75})], State.FINISHED, 0),
         ([("finished", {"steps": 30}), ("ended", {"exit_code": 0})], State.STOPPED, 75),
         ([("finished", {"steps": 30}), ("launched", {})], State.INTERRUPTED, 75),
         ([("ended", {"exit_code": 75, "problem": "asked"})], State.STOPPED, 75),
