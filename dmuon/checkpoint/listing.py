@@ -9,7 +9,12 @@ from pathlib import Path
 
 from dmuon.checkpoint.assignment import section_of
 from dmuon.checkpoint.file_names import file_in, local_path
-from dmuon.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from dmuon.checkpoint.manifest import (
+    MANIFEST_FILE,
+    TORCH_METADATA_FILE,
+    read_manifest,
+    refuse_torch_checkpoint,
+)
 from dmuon.checkpoint.unfinished import MARK_FILE
 from dmuon.checkpoint.verification import verify
 from dmuon.errors import CheckpointError, DamagedCheckpointError
@@ -84,21 +89,18 @@ def list_checkpoints(
 
     Raises:
         ValueError: ``newest`` is less than 1.
-        CheckpointError: there is no such folder, or it is itself a checkpoint.
+        CheckpointError: there is no such folder, or it is itself a checkpoint, of ours or, with
+            none of ours in it, of ``torch.distributed.checkpoint``.
     """
     if newest is not None and (type(newest) is not int or newest < 1):
         raise ValueError(f"newest must be a whole number of at least 1, got {newest!r}")
     folder = local_path(folder)
-    if not folder.is_dir():
-        what = "it is no folder" if folder.exists() else "there is no such folder"
-        raise CheckpointError(folder, f"{what}; give the folder that checkpoints were saved in")
-    if os.path.lexists(folder / MANIFEST_FILE):
-        raise CheckpointError(
-            folder, f"it is itself a checkpoint; give the folder around it: {folder.parent}"
-        )
+    _check_is_around(folder)
     whole: list[ListedCheckpoint] = []
     passed_over: list[PassedOver] = []
     candidates = list(_candidates(folder))
+    if not candidates:
+        refuse_torch_checkpoint(folder)
     if newest is not None:
         candidates.sort(key=_step_at_a_glance, reverse=True)
     for path in candidates:
@@ -114,16 +116,26 @@ def list_checkpoints(
     return CheckpointList(tuple(whole), tuple(passed_over))
 
 
+def _check_is_around(folder: Path) -> None:
+    if not folder.is_dir():
+        what = "it is no folder" if folder.exists() else "there is no such folder"
+        raise CheckpointError(folder, f"{what}; give the folder that checkpoints were saved in")
+    if os.path.lexists(folder / MANIFEST_FILE):
+        raise CheckpointError(
+            folder, f"it is itself a checkpoint; give the folder around it: {folder.parent}"
+        )
+
+
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Folders that are checkpoints, were ones or may become ones, by name."""
+    """Folders that are checkpoints (also torch's), were ones or may become ones, by name."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir())
     for name in names:
         with os.scandir(folder / name) as entries:
             held = [entry.name for entry in entries]
         # empty: a save makes the folder before it writes anything
-        is_ours = not held or MANIFEST_FILE in held or MARK_FILE in held
-        if is_ours or any(".safetensors" in each for each in held):
+        is_one = not held or not {MANIFEST_FILE, MARK_FILE, TORCH_METADATA_FILE}.isdisjoint(held)
+        if is_one or any(".safetensors" in each for each in held):
             yield folder / name
 
 

@@ -24,10 +24,13 @@ __all__ = [
     "OptimizerFacts",
     "TensorFacts",
     "read_manifest",
+    "refuse_torch_checkpoint",
     "write_manifest",
 ]
 
 MANIFEST_FILE = "manifest.json"
+TORCH_METADATA_FILE = ".metadata"
+"""It is in every folder that ``torch.distributed.checkpoint`` has written."""
 FORMAT = "dmuon-checkpoint"
 FORMAT_VERSION = 1
 _MOST_BYTES = 64 * 2**20  # half a million tensors
@@ -257,6 +260,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """
     folder = local_path(folder)
     if not os.path.lexists(folder / MANIFEST_FILE):
+        refuse_torch_checkpoint(folder)
         what = "as there is no folder"
         if folder.is_dir():
             what = "so it is none, or writing it was never finished"
@@ -272,6 +276,21 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         reason = f"its {MANIFEST_FILE} cannot be read: {error}"
         raise DamagedCheckpointError(folder, reason) from error
+
+
+def refuse_torch_checkpoint(folder: Path) -> None:
+    """Refuse a folder that ``torch.distributed.checkpoint`` has written.
+
+    Raises:
+        CheckpointError: it is one; the way to its weights.
+    """
+    if (folder / TORCH_METADATA_FILE).is_file():
+        raise CheckpointError(
+            folder,
+            "it is a checkpoint of torch.distributed.checkpoint; `python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt` makes one file "
+            "of it, whose weights dmuon.set_model_state_dict takes",
+        )
 
 
 def _parse(data: bytes) -> Manifest:

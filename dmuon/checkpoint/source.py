@@ -12,7 +12,12 @@ from dmuon.checkpoint.assignment import section_of
 from dmuon.checkpoint.facts import TensorFacts
 from dmuon.checkpoint.file_names import local_path, plain_file
 from dmuon.checkpoint.index_file import INDEX_FILE, read_index
-from dmuon.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from dmuon.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    refuse_torch_checkpoint,
+)
 from dmuon.checkpoint.pickled_file import PickledFile
 from dmuon.checkpoint.tensor_file import TensorFile, TensorReader
 from dmuon.errors import CheckpointError, DamagedCheckpointError
@@ -20,7 +25,6 @@ from dmuon.errors import CheckpointError, DamagedCheckpointError
 _SAFETENSORS_FILE = "model.safetensors"
 _PICKLED_FILE = "pytorch_model.bin"
 _PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
-_TORCH_METADATA_FILE = ".metadata"  # of torch.distributed.checkpoint
 _PICKLED_ENDINGS = (".bin", ".pt", ".pth")
 
 
@@ -126,13 +130,7 @@ def _open_folder(folder: Path) -> Source:
             return FilesSource.of_one(folder / file, open_file)
         if (folder / index).is_file():
             return FilesSource(folder, _indexed(folder, folder / index), open_file)
-    if (folder / _TORCH_METADATA_FILE).is_file():
-        raise CheckpointError(
-            folder,
-            "it is a checkpoint of torch.distributed.checkpoint; `python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt` makes one file "
-            "of it, whose weights dmuon.set_model_state_dict takes",
-        )
+    refuse_torch_checkpoint(folder)
     looked_for = (MANIFEST_FILE, _SAFETENSORS_FILE, INDEX_FILE, _PICKLED_FILE, _PICKLED_INDEX_FILE)
     raise CheckpointError(
         folder, f"it has no weights: none of {', '.join(looked_for)}; give the folder they are in"

@@ -136,7 +136,8 @@ def _list(arguments: argparse.Namespace) -> _Answer:
         ],
     }
     is_damaged = any(is_damaged for _, _, is_damaged in passed)
-    return _Answer(facts, _list_lines(facts), DIFFERENT if is_damaged else GOOD)
+    lines = _list_lines(facts) if whole else [f"{folder} has no whole checkpoint of DMuon in it"]
+    return _Answer(facts, [*lines, *_passed_over_lines(facts)], DIFFERENT if is_damaged else GOOD)
 
 
 def _list_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -150,11 +151,12 @@ def _list_lines(facts: Mapping[str, Any]) -> list[str]:
         )
         for each in facts["checkpoints"]
     ]
-    lines = _table(("NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"), rows)
-    if facts["passed_over"]:
-        passed = [(each["path"].name, _kind(each), each["reason"]) for each in facts["passed_over"]]
-        lines += ["", *_table(("PASSED OVER", "", "WHY"), passed)]
-    return lines
+    return _table(("NAME", "STEP", "CREATED", "MIB", "OPTIMIZER"), rows)
+
+
+def _passed_over_lines(facts: Mapping[str, Any]) -> list[str]:
+    passed = [(each["path"].name, _kind(each), each["reason"]) for each in facts["passed_over"]]
+    return ["", *_table(("PASSED OVER", "", "WHY"), passed)] if passed else []
 
 
 def _kind(passed: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """``dmuon checkpoint``: what it prints, and with which exit code it ends."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from dmuon_platform import cli
 from saved import cut, flip, hand_made, write_checkpoints
 
@@ -105,6 +107,24 @@ def test_list_names_what_is_not_whole_and_only_damage_is_a_failure(
     assert [Path(each["path"]).name for each in facts["checkpoints"]] == ["step-2"]
     passed = {Path(each["path"]).name: each["is_damaged"] for each in facts["passed_over"]}
     assert passed == {"step-1": True, "step-3": False}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_list_says_that_nothing_is_there_and_names_what_torch_saved(
+    tmp_path: Path, command: Command
+) -> None:
+    assert command("list", tmp_path) == 0
+    assert command.out == f"{tmp_path} has no whole checkpoint of DMuon in it\n"
+    torch.distributed.checkpoint.save(
+        {"weight": torch.ones(2)}, checkpoint_id=tmp_path / "old", no_dist=True
+    )
+    assert command("list", tmp_path) == 0
+    first, _, _, passed = command.out.splitlines()
+    assert first == f"{tmp_path} has no whole checkpoint of DMuon in it"
+    assert re.match(r"old +not usable +it is a checkpoint of torch\.distributed\.", passed)
+    for action in ("list", "show", "verify"):
+        assert command(action, tmp_path / "old") == 2
+        assert "format_utils dcp_to_torch FOLDER FILE.pt" in command.err
 
 
 def test_what_a_run_never_committed_is_no_checkpoint_however_whole_it_is(
