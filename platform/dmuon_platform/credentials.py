@@ -3,7 +3,7 @@
 import os
 import re
 from base64 import b64encode
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 _DATABASE = re.compile(r"(\b[\w+]*sql[\w+]*://)[^:/\s]*(?::[^@\s]*)?@")  # as SQLAlchemy reads one
 _USER = re.compile(r"(?<=://)[^\s/?#]*@")
@@ -37,9 +37,10 @@ def login_of(uri: str) -> dict[str, str]:
 
     User and password come from the URI or from MLflow's variables, the token from its variable.
     """
-    parts = urlsplit(uri)
-    user = unquote(parts.username or "") or os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = unquote(parts.password or "") or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    given = _USER.search(uri)
+    named, _, secret = given[0][:-1].partition(":") if given else ("", "", "")
+    user = unquote(named) or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = unquote(secret) or os.environ.get("MLFLOW_TRACKING_PASSWORD")
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     if user and password:
         return {"Authorization": "Basic " + b64encode(f"{user}:{password}".encode()).decode()}

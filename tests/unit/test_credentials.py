@@ -76,6 +76,8 @@ def test_doctor_asks_a_server_behind_a_password_as_mlflow_does(
 ) -> None:
     for variable in ("USERNAME", "PASSWORD", "TOKEN"):
         monkeypatch.delenv(f"MLFLOW_TRACKING_{variable}", raising=False)
+    with gate(f"http://127.0.0.1:{port}", "me", "s3[cret") as door:
+        assert check_mlflow(f"http://me:s3[cret@{door}", Path()).state is State.GOOD
     with gate(f"http://127.0.0.1:{port}", "me", "s3%cr@t") as door:
         refused = check_mlflow(f"http://{door}", Path())
         assert refused.state is State.POOR
