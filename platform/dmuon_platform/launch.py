@@ -29,6 +29,7 @@ from dmuon_platform.event_text import event_text
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
+from dmuon_platform.handover import settle_handover
 from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, keep_origin, start_of
@@ -62,7 +63,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     code = git_state(Path.cwd())
     session = RaySession(spec := preflight.resolve(spec))
     # From here on the working folder may go: Ray unpacks an upload again for another of its nodes.
-    with preflight.storage_explained(spec):
+    with _settled(spec), preflight.storage_explained(spec):
         return _run(spec, session, code, console)
 
 
@@ -73,16 +74,18 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
     preflight.check_earlier_run(spec)
     keep_origin(start.spec)
     journal = Journal(spec.run_dir)
+    address = cluster.address_of(spec)
+    lease = DriverLease(spec.run_dir, address, _ray_job())
     finished = journal.last("finished")
     if finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps:
-        summary = _delivered(spec, Summary.from_dict(finished), deliver_pending(spec))
+        with lease:
+            preflight.record_job(spec)  # an earlier launch may have left a longer one
+            summary = _delivered(spec, Summary.from_dict(finished), deliver_pending(spec))
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
-    address = cluster.address_of(spec)
     how = "starting Ray" if address is None else f"joining Ray at {address}"
     _say(console, f"{spec.name}: {how} and preparing the data in {spec.run_dir.parent}")
-    lease = DriverLease(spec.run_dir, address, _ray_job())
     earlier = unfinished_failures(journal.read())
     with (
         lease,
@@ -130,6 +133,19 @@ def _prepare(
 def _ray_job() -> str | None:
     job = json.loads(os.environ.get(RAY_JOB) or "{}")
     return job.get("metadata", {}).get("job_submission_id")
+
+
+@contextmanager
+def _settled(spec: JobSpec) -> Iterator[None]:
+    """Note for who submitted this launch that it is over, also when it is refused."""
+    refusal = None
+    try:
+        yield
+    except PlatformError as error:
+        refusal = str(error)
+        raise
+    finally:
+        settle_handover(spec.run_dir, _ray_job(), refusal)
 
 
 @contextmanager

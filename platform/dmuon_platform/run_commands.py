@@ -11,18 +11,19 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dmuon_platform import matplotlib_cache, run_report
 from dmuon_platform.driver_lease import refuse_while_locked
-from dmuon_platform.errors import PlatformError
+from dmuon_platform.errors import RUNNING, PlatformError
 from dmuon_platform.event_facts import clock, number
 from dmuon_platform.event_text import event_details, event_text
 from dmuon_platform.events import EVENTS_FILE
+from dmuon_platform.handover import looked_after
 from dmuon_platform.heartbeat import STACKS_FOLDER
 from dmuon_platform.line_file import LineFile
-from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import REPORT_FILE, recorded_job, run_folder, runs_in
 from dmuon_platform.run_report import plain, table
 from dmuon_platform.run_state import RunState, read_run, sound_driver
@@ -42,12 +43,12 @@ def status(arguments: argparse.Namespace) -> int:
         return RemoteJobs(arguments.address).status(arguments.run, as_json=arguments.json)
     folder = run_folder(arguments.run, arguments.storage)
     while True:
-        run = _read(folder)
         now = time.time()
+        run = _with_submission(_read(folder), now)
         print(
             json.dumps(plain(run, now), indent=2) if arguments.json else run_report.report(run, now)
         )
-        if not arguments.watch or run.state is not State.RUNNING:
+        if not arguments.watch or run.exit_code != RUNNING:
             return run.exit_code
         print(flush=True)
         time.sleep(arguments.every)
@@ -109,8 +110,7 @@ def stop(arguments: argparse.Namespace) -> int:
     folder = run_folder(arguments.run, arguments.storage)
     driver = sound_driver(folder)
     if driver is None or not driver.is_alive(folder):
-        print(f"{folder.name} is not running: {_read(folder).state}.")
-        return 0
+        return _stop_submission(_with_submission(_read(folder), time.time()), wait=arguments.wait)
     try:
         StopFile(folder).write(StopRequest.now(driver.launch, arguments.reason))
     except OSError as error:
@@ -125,6 +125,27 @@ def stop(arguments: argparse.Namespace) -> int:
     if arguments.wait:
         print(f"{folder.name} has ended: {_read(folder).state}.")
     return 0
+
+
+def _stop_submission(run: RunState, *, wait: bool) -> int:
+    """Stop what was submitted for a run that does not run, before or while it launches."""
+    handover = run.handover
+    if handover is None or not handover.is_pending:
+        print(f"{run.name} is not running: {run.state}.")
+        return 0
+    from dmuon_platform.remote_jobs import NoJobServer, RemoteJobs
+
+    again = f"was submitted again as {handover.submission}, of which no launch has begun"
+    try:
+        jobs = RemoteJobs(handover.address)
+    except NoJobServer as error:
+        raise NoJobServer(
+            f"{run.name} is not running, but {again}, and it cannot be stopped from here: {error} "
+            f"`dmuon stop {handover.submission} --address {handover.address}` stops it from where "
+            "that job server can be reached."
+        ) from error
+    print(f"{run.name} is not running ({run.state}), but {again}: that is stopped.", flush=True)
+    return jobs.stop(handover.submission, wait=wait)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -184,6 +205,15 @@ def report(arguments: argparse.Namespace) -> int:
             "be."
         ) from error
     return 0
+
+
+def _with_submission(run: RunState, now: float) -> RunState:
+    """Return a run with what has become of its newest submission, which counts if it is to come."""
+    if run.handover is None:
+        return run
+    handover = looked_after(run.handover, now)
+    exit_code = RUNNING if handover.is_pending else run.exit_code
+    return replace(run, handover=handover, exit_code=exit_code)
 
 
 def _read(folder: Path) -> RunState:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dmuon_platform.event_facts import MINUTE_S, clock, duration
+from dmuon_platform.handover import Handover
 from dmuon_platform.metric_names import (
     BIGRAM_BITS_PER_BYTE,
     BITS_PER_BYTE,
@@ -95,7 +96,7 @@ def finite(content: Any) -> Any:
 
 
 def _headline(run: RunState) -> str:
-    if run.handover is not None:
+    if run.handover is not None and run.handover.is_pending:
         return f"{run.state}, and submitted again"
     if run.state in (State.STOPPED, State.INTERRUPTED):
         is_resumable = run.num_steps is not None  # its job is recorded and can be read
@@ -123,7 +124,7 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
     facts = [
         ("why", None if run.problem is None else " ".join(run.problem.split())),
         ("asked to stop", run.stopping),
-        ("submitted", None if run.handover is None else str(run.handover)),
+        *([(_submitted_as(run.handover), str(run.handover))] if run.handover else ()),
         ("step", _progress(run, now)),
         ("loss", _number(run.metrics.get(TRAIN_LOSS), ".4f")),
         ("evaluation", _evaluation(run)),
@@ -138,6 +139,10 @@ def _rows(run: RunState, now: float) -> Iterator[tuple[str, str]]:
         *(("note", note) for note in run.notes),
     ]
     yield from ((label, value) for label, value in facts if value is not None)
+
+
+def _submitted_as(handover: Handover) -> str:
+    return "submitted" if handover.is_pending else "note"
 
 
 def _evaluation(run: RunState) -> str | None:

@@ -15,6 +15,8 @@ import pytest
 import tries
 from cluster import driver
 from dmuon_platform.data import BYTES, load_tokenizer, tokenise
+from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.events import Journal
 from dmuon_platform.spec import load_job
 
 pytestmark = pytest.mark.cluster
@@ -193,6 +195,26 @@ def test_a_submitted_run_is_watched_refused_a_second_time_and_stopped_by_its_nam
     assert "2 workers train from step 0" in told
     assert driver.run("status", watched.folder)[0] == 75
     assert _ask("status", "--storage", str(tmp_path / "elsewhere"))[0] == 66
+
+
+def test_what_was_submitted_for_a_run_is_stopped_before_it_launches(head, text, tmp_path):
+    env, _ = head
+    run = driver.make_run(tmp_path, text)
+    run.folder.mkdir(parents=True)
+    with DriverLease(run.folder):  # an earlier launch, which did not come far
+        Journal(run.folder).append("launched")
+    server = ("--address", env["RAY_API_SERVER_ADDRESS"])
+    changes = ("--set", f"name={run.folder.name}", f"storage={run.folder.parent}")
+    code, told = driver.run(
+        *("submit", "jobs/tiny_cpu.toml", *server, *changes, "train.steps=100000"),
+        RAY_AUTH_MODE="disabled",
+    )
+    assert code == 0, told
+    code, told = driver.run("stop", run.folder, "--wait", RAY_AUTH_MODE="disabled")
+    assert (code, "of which no launch has begun: that is stopped" in told) == (0, True), told
+    code, told = driver.run("status", run.folder)
+    assert (code, "has ended (STOPPED), and no launch of it" in told) == (75, True), told
+    assert not run.metrics()
 
 
 def _submit_refused(server: tuple[str, str], *submit: str) -> None:

@@ -318,11 +318,15 @@ def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
     assert len(server.jobs) == 2
 
 
+AT_NOBODY = ("--address", "http://127.0.0.1:9")
+"""Whatever gets as far as the server ends with 69."""
+
+
 def test_a_run_that_is_submitted_again_says_so_until_a_launch_begins(
     server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "tiny_cpu"
-    submit = ["submit", TINY, "--address", "http://127.0.0.1:8265", "--set", f"storage={tmp_path}"]
+    submit = ["submit", TINY, *AT_NOBODY, "--set", f"storage={tmp_path}"]
     assert cli.main(submit) == 0
     assert not folder.exists()  # whose it is, is for the launch to say
     folder.mkdir()
@@ -335,19 +339,15 @@ def test_a_run_that_is_submitted_again_says_so_until_a_launch_begins(
     assert cli.main(status) == 75
     assert "submitted" not in capsys.readouterr().out
     assert cli.main(submit) == 0
-    assert cli.main(status) == 75
+    assert cli.main(status) == 3
     told = capsys.readouterr().out
     assert "tiny_cpu: stopped, and submitted again\n" in told
     assert "no launch has begun since" in told
-    assert "`dmuon status raysubmit_1 --address http://127.0.0.1:8265`" in told
+    assert "`dmuon status raysubmit_1 --address http://127.0.0.1:9`" in told
     with DriverLease(folder):
         assert cli.main(status) == 3
     assert cli.main([*status, "--json"]) == 75
     assert '"submitted": null' in capsys.readouterr().out
-
-
-AT_NOBODY = ("--address", "http://127.0.0.1:9")
-"""Whatever gets as far as the server ends with 69."""
 
 
 @pytest.mark.parametrize("action", ["submit", "resume"])
