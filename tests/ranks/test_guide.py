@@ -164,6 +164,17 @@ assert [group["lr"] for group in optimizer.param_groups] == [0.01, 2e-3]
 """
 
 
+_FACTORS_BY_ALGORITHM = f"""
+{block(GUIDE, "factors", "python")}
+def rates_of_groups():
+    return [(group["algorithm"], group["lr"]) for group in optimizer.param_groups]
+
+assert rates_of_groups() == [("adamw", 3e-3 / 20), ("muon", 0.02 / 10), ("adamw", 3e-3 / 20)]
+{block(GUIDE, "other rates", "python")}
+assert rates_of_groups() == [("adamw", 2e-3 / 20), ("muon", 0.01 / 10), ("adamw", 2e-3 / 20)]
+"""
+
+
 def test_groups_train_and_a_module_loads_the_one_file(
     trained: tuple[Path, list[dict[int, float]]],
     tmp_path: Path,
@@ -174,7 +185,8 @@ def test_groups_train_and_a_module_loads_the_one_file(
     line = "optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=3e-3)\n"
     assert line in script
     groups = block(GUIDE, "groups", "python")
-    (tmp_path / "grouped.py").write_text(script.replace(line, groups), encoding="utf-8")
+    grouped = script.replace(line, f"{groups}{_FACTORS_BY_ALGORITHM}")
+    (tmp_path / "grouped.py").write_text(grouped, encoding="utf-8")
     run_forked("torchrun --standalone --nproc-per-node 2 grouped.py --steps 1", tmp_path)
     saved = dmuon.read_manifest(tmp_path / "checkpoints" / "step-000001").optimizer
     assert saved is not None

@@ -41,7 +41,9 @@ def _model_and_rows() -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.tensor(list(text[: STEPS * 16 * 64])).view(STEPS, 16, 64)
 
 
-def _losses_alone(warmed: int, weight_decay: float = 0.0) -> dict[int, float]:
+def _losses_alone(
+    warmed: int, weight_decay: float = 0.0, lr: float = 0.02, adamw_lr: float = 3e-3
+) -> dict[int, float]:
     model, rows = _model_and_rows()
     formula = FormulaMuon(
         model,
@@ -55,7 +57,7 @@ def _losses_alone(warmed: int, weight_decay: float = 0.0) -> dict[int, float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(1.0, (step + warmed) / 10)
-        formula.lr, formula.adamw_lr = 0.02 * factor, 3e-3 * factor
+        formula.lr, formula.adamw_lr = lr * factor, adamw_lr * factor
         formula.step()
         losses[step + 1] = loss.item()
     return losses
@@ -112,6 +114,18 @@ def test_a_script_with_adamw_moves_over_with_a_diff_of_nine_lines(tmp_path: Path
     assert torch.load(tmp_path / "model.pt")["lm_head.weight"].shape == (256, 64)
     (decay,) = _decays_of(plain)
     assert _decays_of(moved) == pytest.approx([decay] * 4)  # of two groups, by two ranks
+
+
+def test_in_a_small_model_and_few_steps_the_rate_of_adamw_weighs_more() -> None:
+    """As LEARNING_RATE.md says."""
+
+    def end(**rates: float) -> float:
+        losses = _losses_alone(1, weight_decay=0.0015, **rates)
+        return sum(losses[step] for step in range(STEPS - 3, STEPS + 1)) / 4
+
+    usual = end()
+    assert all(end(lr=lr) == pytest.approx(usual, abs=0.05) for lr in (0.003, 0.048))
+    assert end(adamw_lr=6e-3) < usual - 0.15
 
 
 def test_a_checkpoint_of_torch_is_gone_on_with(tmp_path: Path) -> None:
