@@ -1,21 +1,12 @@
-"""User names and passwords in URIs, which belong in no file of a run and on no terminal."""
+"""User and password of a URI, which the environment keeps, and with which a server is asked."""
 
 import os
-import re
 from base64 import b64encode
-from urllib.parse import unquote
 
-_DATABASE = re.compile(r"(\b[\w+]*sql[\w+]*://)[^:/\s]*(?::[^@\s]*)?@")  # as SQLAlchemy reads one
-_USER = re.compile(r"(?<=://)[^\s/?#]*@")
-_PARAMETER = re.compile(r"([?&]\w*(?:password|secret|token)\w*=)[^&\s'\")]*", re.IGNORECASE)
+from dmuon_platform.spec.uri import user_and_password, without_credentials
 
 _VARIABLE = "MLFLOW_TRACKING_URI"
 """MLflow's own, which all processes of a launch inherit."""
-
-
-def without_credentials(text: str) -> str:
-    """Return a URI, or text in which some are, without what only their servers should know."""
-    return _PARAMETER.sub(r"\1***", _USER.sub("", _DATABASE.sub(r"\1", text)))
 
 
 def keep_aside(uri: str) -> str:
@@ -37,11 +28,18 @@ def login_of(uri: str) -> dict[str, str]:
 
     User and password come from the URI or from MLflow's variables, the token from its variable.
     """
-    given = _USER.search(uri)
-    named, _, secret = given[0][:-1].partition(":") if given else ("", "", "")
-    user = unquote(named) or os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = unquote(secret) or os.environ.get("MLFLOW_TRACKING_PASSWORD")
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    user, password = user_and_password(uri)
+    user = user or os.environ.get("MLFLOW_TRACKING_USERNAME", "")
+    password = password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
+    return _header(user, password, os.environ.get("MLFLOW_TRACKING_TOKEN"))
+
+
+def ray_login_of(address: str) -> dict[str, str]:
+    """Return the header with which a job server is asked, as Ray does; empty without one."""
+    return _header(*user_and_password(address), os.environ.get("RAY_AUTH_TOKEN"))
+
+
+def _header(user: str, password: str, token: str | None) -> dict[str, str]:
     if user and password:
         return {"Authorization": "Basic " + b64encode(f"{user}:{password}".encode()).decode()}
     return {"Authorization": f"Bearer {token}"} if token else {}

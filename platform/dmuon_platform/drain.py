@@ -19,7 +19,6 @@ from pathlib import Path
 
 from dmuon_platform.catalogue import CATALOGUE_FILE, Catalogue
 from dmuon_platform.checkpoint_delivery import CheckpointCurve, CheckpointDelivery
-from dmuon_platform.credentials import without_credentials
 from dmuon_platform.events import EVENTS_FILE, TRACKING_FAILED, TRACKING_WORKS, Journal
 from dmuon_platform.export import read_export
 from dmuon_platform.lineage import lineage_of
@@ -28,6 +27,7 @@ from dmuon_platform.registry import register
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import PLOTS_FOLDER, REPORT_FILE
 from dmuon_platform.run_story import plans_of, tags_of
+from dmuon_platform.spec.uri import without_credentials
 from dmuon_platform.spool import METRICS_FILE, MetricsSpool
 from dmuon_platform.system_sampler import SYSTEM_FILE, SystemSampler
 from dmuon_platform.tracked_run import TrackedRun, is_reachable, is_refused

@@ -23,6 +23,7 @@ from dmuon_platform.errors import (
 )
 from dmuon_platform.run_ending import State
 from dmuon_platform.run_folder import NoSuchRun
+from dmuon_platform.spec.uri import CLEARLY, UNCLEAR, is_unclear, without_credentials
 from dmuon_platform.terminal_text import terminal_text
 
 NAME_KEY = "dmuon_name"
@@ -66,9 +67,12 @@ def connect(address: str) -> JobSubmissionClient:
     Raises:
         NoJobServer: None answers there.
     """
+    if is_unclear(address):
+        raise NoJobServer(f"--address {UNCLEAR}; {CLEARLY}")
+    shown = without_credentials(address)
     if not address.startswith(("http://", "https://")):  # Ray would look for a Ray Client
         raise NoJobServer(
-            f"No Ray job server can be at --address {address}: its address begins with http://, as "
+            f"No Ray job server can be at --address {shown}: its address begins with http://, as "
             "http://HOST:8265."
         )
     for module, level in CHATTY.items():
@@ -77,14 +81,14 @@ def connect(address: str) -> JobSubmissionClient:
         return JobSubmissionClient(address)
     except (ConnectionError, AuthenticationError) as error:
         raise NoJobServer(
-            f"No Ray job server answers at --address {address} ({error}). Start one with "
-            "`ray start --head` (it needs `ray[default]`; the port is 8265 unless changed), or "
-            "correct the address. If the cluster uses token authentication, set RAY_AUTH_MODE and "
-            "RAY_AUTH_TOKEN as on its head."
+            f"No Ray job server answers at --address {shown} ({without_credentials(str(error))}). "
+            "Start one with `ray start --head` (it needs `ray[default]`; the port is 8265 unless "
+            "changed), or correct the address. If the cluster uses token authentication, set "
+            "RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head."
         ) from error
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise NoJobServer(
-            f"What answers at --address {address} is not Ray's job server: it tells no version of "
+            f"What answers at --address {shown} is not Ray's job server: it tells no version of "
             "Ray under /api/version. Give the address of the dashboard on the cluster's head, "
             "http://HOST:8265 unless its port was changed."
         ) from error
@@ -100,7 +104,8 @@ def jobs_of(client: JobSubmissionClient, address: str) -> list[JobDetails]:
         return client.list_jobs()
     except (OSError, RuntimeError, ValueError) as error:
         raise NoJobServer(
-            f"The job server at {address} does not list its jobs ({error}). See the log of its "
+            f"The job server at {address} does not list its jobs "
+            f"({without_credentials(str(error))}). See the log of its "
             "dashboard on the head, or correct the address."
         ) from error
 
@@ -193,7 +198,7 @@ class RemoteJobs:
     """
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self._address = without_credentials(address)
         self._client = connect(address)
 
     def status(self, name: str, *, as_json: bool) -> int:

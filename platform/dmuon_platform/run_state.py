@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
-from dmuon_platform.credentials import without_credentials
 from dmuon_platform.driver_lease import Driver
 from dmuon_platform.durable_file import read_object
 from dmuon_platform.errors import SpecError
@@ -28,6 +27,7 @@ from dmuon_platform.run_ending import State, ending_of
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spec.uri import without_credentials
 from dmuon_platform.spool import METRICS_FILE, evaluation_of
 from dmuon_platform.stop_request import StopFile
 from dmuon_platform.tracking_files import TrackingFiles

@@ -10,9 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 from dmuon_platform.cluster import reach_head
-from dmuon_platform.credentials import login_of, without_credentials
+from dmuon_platform.credentials import login_of, ray_login_of
 from dmuon_platform.finding import Finding, State
 from dmuon_platform.spec.resources import HEAD
+from dmuon_platform.spec.uri import CLEARLY, UNCLEAR, is_unclear, without_credentials
 
 TIMEOUT_S = 5.0
 _SCHEMES = {"file", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
@@ -24,29 +25,33 @@ def check_ray(address: str | None) -> Iterator[Finding]:
     mode = os.environ.get("RAY_AUTH_MODE", "disabled")
     if address is None:
         yield Finding("Ray", State.GOOD, "a job starts one of its own, with a token of its own")
-        return
-    if address.startswith(("http://", "https://")):
+    elif is_unclear(address):
+        yield Finding("Ray", State.BROKEN, f"the address given {UNCLEAR}", CLEARLY)
+    elif address.startswith(("http://", "https://")):
         yield _job_server(address.rstrip("/"), mode)
-        return
+    else:
+        yield _head(address, mode)
+
+
+def _head(address: str, mode: str) -> Finding:
     if not HEAD.fullmatch(address):
+        seen = f"{without_credentials(address)!r} is no address"
         fix = "give host:port of the head (6379), or http://host:8265 of its job server"
-        yield Finding("Ray", State.BROKEN, f"{address!r} is no address", fix)
-        return
+        return Finding("Ray", State.BROKEN, seen, fix)
     try:
         reach_head(address)
     except OSError as error:
         port = address.rpartition(":")[2]
         fix = f"start it with `ray start --head --port={port}`, or open the port between machines"
-        yield Finding("Ray", State.BROKEN, f"nothing answers at {address} ({_why(error)})", fix)
-        return
-    seen = f"{address} answers; RAY_AUTH_MODE is {mode}"
-    yield Finding("Ray", State.GOOD, seen)
+        return Finding("Ray", State.BROKEN, f"nothing answers at {address} ({_why(error)})", fix)
+    return Finding("Ray", State.GOOD, f"{address} answers; RAY_AUTH_MODE is {mode}")
 
 
 def _job_server(address: str, mode: str) -> Finding:
     about = "Ray job server"
+    login, address = ray_login_of(address), without_credentials(address)
     try:
-        version = _version_at(address)
+        version = _version_at(address, login)
     except urllib.error.HTTPError as error:
         fix = "give the address of Ray's dashboard, port 8265 unless changed"
         if error.code in (401, 403):
@@ -62,10 +67,8 @@ def _job_server(address: str, mode: str) -> Finding:
     return Finding(about, State.GOOD, f"Ray {version} at {address}; RAY_AUTH_MODE is {mode}")
 
 
-def _version_at(address: str) -> str:
-    request = urllib.request.Request(f"{address}/api/version")
-    if token := os.environ.get("RAY_AUTH_TOKEN"):
-        request.add_header("Authorization", f"Bearer {token}")
+def _version_at(address: str, login: dict[str, str]) -> str:
+    request = urllib.request.Request(f"{address}/api/version", headers=login)
     with closing(urllib.request.urlopen(request, timeout=TIMEOUT_S)) as answer:
         return str(json.load(answer)["ray_version"])
 
@@ -74,6 +77,8 @@ def check_mlflow(uri: str | None, storage: Path) -> Finding:
     """Say whether MLflow can be told; a training runs in any case."""
     if uri is None:
         return Finding("MLflow", State.GOOD, f"a database in {storage}")
+    if is_unclear(uri):
+        return Finding("MLflow", State.BROKEN, f"the tracking URI {UNCLEAR}", CLEARLY)
     if not uri.startswith(("http://", "https://")):
         return _store(uri)
     return _tracking_server(uri)

@@ -12,7 +12,6 @@ from typing import Any
 
 from ray.job_submission import JobSubmissionClient
 
-from dmuon_platform.credentials import without_credentials
 from dmuon_platform.data.sources import PYTHON_STDLIB, find_files
 from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
@@ -30,6 +29,7 @@ from dmuon_platform.remote_jobs import (
 )
 from dmuon_platform.run_folder import JOB_FILE, recorded_job
 from dmuon_platform.spec import JobSpec, load_job
+from dmuon_platform.spec.uri import CLEARLY, UNCLEAR, is_unclear, without_credentials
 from dmuon_platform.spec.user_path import user_path
 from dmuon_platform.uploads import EXCLUDES, find_missing
 
@@ -146,6 +146,7 @@ class _Submission:
         stop_wait_s: int = STOP_WAIT_S,
     ) -> "_Submission":
         client = connect(address)
+        address = without_credentials(address)
         _refuse_a_second(client, address, name, storage)
         folder = user_path(storage) / name  # if that is absolute, and seen from here
         earlier = newest_launch(folder)
@@ -161,7 +162,8 @@ class _Submission:
             )
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise PlatformError(
-                f"The job server at {address} did not take the job: {error}"
+                f"The job server at {address} did not take the job: "
+                f"{without_credentials(str(error))}"
             ) from error
         if folder.is_absolute():
             leave_handover(folder, submission, address, after=earlier)
@@ -221,6 +223,8 @@ def _entrypoint(job: str, overrides: Sequence[str]) -> str:
 
 def _check_secret(overrides: Sequence[str]) -> None:
     for one in overrides:
+        if is_unclear(one):
+            raise SpecError(f"--set {one.partition('=')[0]}: {UNCLEAR}; {CLEARLY}")
         if (shown := without_credentials(one)) != one:
             raise SpecError(
                 f"--set {shown}: the cluster would show its password to all who can list jobs. "

@@ -16,7 +16,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 
 from dmuon_platform.account import user_name
-from dmuon_platform.credentials import with_credentials, without_credentials
+from dmuon_platform.credentials import with_credentials
+from dmuon_platform.spec.uri import without_credentials
 from dmuon_platform.tracking_files import Description
 
 RUN_KEY_TAG = "dmuon.run_key"

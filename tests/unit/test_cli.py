@@ -291,18 +291,18 @@ def test_a_stopped_job_is_told_with_the_command_that_goes_on_with_it(
 ) -> None:
     server.jobs.append({"metadata": {"dmuon_name": "mine", "dmuon_storage": storage}})
     server.status = JobStatus.STOPPED
-    at = ["--address", "http://127.0.0.1:8265"]
-    assert cli.main(["status", "mine", *at]) == 75
+    assert cli.main(["status", "mine", "--address", "http://me:s3cret@127.0.0.1:8265"]) == 75
     told = capsys.readouterr().out
-    way = f"dmuon resume mine '--storage={storage}' --address {at[1]}"
+    way = f"dmuon resume mine '--storage={storage}' --address http://127.0.0.1:8265"
     assert ("submit its job again" if storage == "runs" else way) in told
 
 
 def test_a_run_that_goes_on_is_not_submitted_again_and_another_of_its_name_is(
     server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    submit = ["submit", "jobs/tiny_cpu.toml", "--address", "http://127.0.0.1:8265"]
+    submit = ["submit", "jobs/tiny_cpu.toml", "--address", "http://me:s3cret@127.0.0.1:8265"]
     assert cli.main(submit) == 0
+    assert "dmuon logs tiny_cpu --address http://127.0.0.1:8265 --fol" in capsys.readouterr().out
     for server.status in (JobStatus.PENDING, JobStatus.RUNNING):
         assert cli.main(submit) == 3
         message = capsys.readouterr().err
@@ -326,7 +326,8 @@ def test_a_run_that_is_submitted_again_says_so_until_a_launch_begins(
     server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "tiny_cpu"
-    submit = ["submit", TINY, *AT_NOBODY, "--set", f"storage={tmp_path}"]
+    address = "http://me:s3cret@127.0.0.1:9"  # whose password is written nowhere
+    submit = ["submit", TINY, "--address", address, "--set", f"storage={tmp_path}"]
     assert cli.main(submit) == 0
     assert not folder.exists()  # whose it is, is for the launch to say
     folder.mkdir()

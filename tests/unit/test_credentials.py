@@ -8,18 +8,14 @@ from threading import Thread
 
 import pytest
 from dmuon_platform import cli
-from dmuon_platform.credentials import (
-    keep_aside,
-    login_of,
-    with_credentials,
-    without_credentials,
-)
+from dmuon_platform.credentials import keep_aside, login_of, with_credentials
 from dmuon_platform.drain import Drain, _Formatter
 from dmuon_platform.events import Journal
 from dmuon_platform.finding import State
 from dmuon_platform.preflight import resolve
 from dmuon_platform.service_checks import check_mlflow
 from dmuon_platform.spec import job_of
+from dmuon_platform.spec.uri import is_unclear, without_credentials
 from dmuon_platform.tracked_run import is_reachable
 from dmuon_platform.tracking import describe
 from dmuon_platform.tracking_files import TrackingFiles
@@ -39,11 +35,89 @@ from small_job import small
         ("postgresql+psycopg2://me:s3/cr@et@far/db", "postgresql+psycopg2://far/db"),
         ("no https://me@far/api (nor http://me:x@b)", "no https://far/api (nor http://b)"),
         ("http://far:5000/a@b", "http://far:5000/a@b"),
+        ("https://far/?api_key=s3cret", "https://far/?api_key=***"),
+        ("mysql://far/db?passwd=s'3cret", "mysql://far/db?passwd=***"),
+        (
+            "mssql+pyodbc:///?odbc_connect=UID%3Du%3BPWD%3Ds3cret&x=1",
+            "mssql+pyodbc:///?odbc_connect=***&x=1",
+        ),
         ("sqlite:////runs/me@far.db", "sqlite:////runs/me@far.db"),
     ],
 )
 def test_only_what_is_secret_is_left_out(text: str, shown: str) -> None:
     assert without_credentials(text) == shown
+
+
+UNCLEAR = [
+    "https://me:s3/cret@far:1",
+    "https://me:s3?cret@far",
+    "http://me:s3#cret@far",
+    "http://me:s3\\cret@far",
+    "http://me:s3@cr/et@far",
+    "http://me:s3 cret@far",
+    "mysql+pymysql://me:s3 cret@far/db",
+    "mysql+pymysql://me:s3@cr/et@far/db",
+    "postgresql://far/db?password=s3 cret",
+]
+"""URIs in which a part of a password would be left."""
+
+
+@pytest.mark.parametrize("uri", UNCLEAR)
+def test_a_uri_whose_password_has_no_clear_end_is_refused_and_not_told(
+    uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["validate", str(Path(__file__).parents[2] / "jobs/tiny_cpu.toml")]
+    assert cli.main([*job, "--set", f'tracking.uri="{toml(uri)}"']) == 78
+    address = ["--address", "http://127.0.0.1:1"]
+    resume = ["resume", "x", *address, "--set", f'tracking.uri="{toml(uri)}"']
+    assert cli.main(resume) == 78
+    assert cli.main(["status", "x", "--address", uri]) == 69
+    cli.main(["doctor", "--tracking-uri", uri, "--address", uri])
+    told = "".join(capsys.readouterr())
+    for what in ("tracking.uri: ", "--address ", "the address given ", "the tracking URI "):
+        assert f"{what}has a blank, or an '@' after a" in told
+    assert "cret" not in told
+    assert "cr/et" not in told
+
+
+def toml(text: str) -> str:
+    return text.replace("\\", "\\\\")
+
+
+def test_the_password_of_a_uri_without_its_scheme_is_not_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = ["validate", str(Path(__file__).parents[2] / "jobs/tiny_cpu.toml"), "--set"]
+    for uri in ("me:s3cret@far:5000", "me:s3/cret@far:5000"):
+        assert cli.main([*job, f"tracking.uri={uri}"]) == 78
+    told = "".join(capsys.readouterr())
+    assert told.count("begin with its scheme; write http://far:5000") == 2
+    assert "cret" not in told
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:////my runs/me@far.db",
+        "file:/home/me@far/my runs",
+        "postgresql://me:s3/cr@et@far/db?options=a@b",
+        "https://me:s3%2Fcret@far/mlflow",
+    ],
+)
+def test_what_is_clear_is_taken(uri: str) -> None:
+    assert not is_unclear(uri)
+    assert job_of(small(tracking={"uri": uri})).tracking.uri == uri
+
+
+def test_the_password_of_a_job_server_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    address = ["--address", "http://me:s3cret@127.0.0.1:1"]
+    assert cli.main(["status", "x", *address]) == 69
+    cli.main(["doctor", *address])
+    job = str(Path(__file__).parents[2] / "jobs/tiny_cpu.toml")
+    assert cli.main(["run", job, *address]) == 78
+    told = "".join(capsys.readouterr())
+    assert told.count("127.0.0.1:1") >= 3
+    assert "s3cret" not in told
 
 
 class Answer(BaseHTTPRequestHandler):

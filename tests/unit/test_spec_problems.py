@@ -103,7 +103,7 @@ def test_a_wrong_type_is_said_in_plain_words(changes: dict[str, Any], words: str
         ({"storage": "s3://bucket/runs"}, "storage: must be a folder, not a URL"),
         (
             {"tracking": {"uri": "127.0.0.1:5000"}},
-            "tracking.uri: must begin with its scheme: write http://127.0.0.1:5000",
+            "tracking.uri: must begin with its scheme; write http://127.0.0.1:5000",
         ),
         ({"storage": "a\0b"}, "storage: must be a folder, whose name has no NUL character"),
         ({"faults__stall_s": 1e-9}, "faults.stall_s: must be at least 1, not 1e-09"),

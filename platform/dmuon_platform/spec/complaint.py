@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 from dmuon_platform.spec.fields import example_of, keys_under, nearest_key
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.toml import toml_value
+from dmuon_platform.spec.uri import without_credentials
 
 UNION_TAGS = frozenset(
     {
@@ -117,7 +118,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a table"
     try:
-        text = toml_value(value)
+        text = without_credentials(toml_value(value))
     except TypeError:  # a date, say, which TOML and YAML have
         text = f"{value} ({type(value).__name__})"
     return text if len(text) <= 60 else f"{text[:57]}..."

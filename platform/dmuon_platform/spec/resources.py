@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, PositiveInt, Tag
 
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
+from dmuon_platform.spec.uri import without_credentials
 
 AUTO = "auto"
 """As an address: the cluster that this machine is part of."""
@@ -87,7 +88,8 @@ class ResourcesSpec(Section):
         if self.address not in (None, AUTO) and not HEAD.fullmatch(str(self.address)):
             yield Problem(
                 "resources.address",
-                f"{self.address!r} is not 'host:port' of a Ray cluster's head, nor 'auto'",
+                f"{without_credentials(str(self.address))!r} is not 'host:port' of a Ray cluster's "
+                "head, nor 'auto'",
                 "write its own port, 6379 unless changed; neither Ray Client (ray://) nor the job "
                 "server (http://) can be joined, so from outside the cluster use dmuon submit",
             )

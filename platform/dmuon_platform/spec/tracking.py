@@ -1,12 +1,16 @@
 """Section ``tracking``: what MLflow is told, and where it is."""
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveInt
 
+from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.section import Section
+from dmuon_platform.spec.uri import CLEARLY, UNCLEAR, is_unclear
+
+_NO_SCHEME = re.compile(r"[^/]+:\d+(/.*)?|(?!file:)[^/:]+:(?!//).*@.*")
 
 
 class TrackingSpec(Section):
@@ -14,15 +18,6 @@ class TrackingSpec(Section):
 
     uri: str | None = Field(None, min_length=1)
     """MLflow tracking URI; none for ``mlflow.db`` (SQLite) in ``storage``."""
-
-    @field_validator("uri")
-    @classmethod
-    def _uri_has_a_scheme(cls, uri: str | None) -> str | None:
-        if uri is not None and re.fullmatch(r"[^/]+:\d+(/.*)?", uri):
-            raise PydanticCustomError(
-                "scheme", "must begin with its scheme: write http://{uri}", {"uri": uri}
-            )
-        return uri
 
     experiment: str = Field("dmuon", min_length=1)
     """MLflow experiment of the run."""
@@ -35,3 +30,13 @@ class TrackingSpec(Section):
 
     update_statistics_every: PositiveInt | None = 100
     """Steps between two looks at Muon's updates, beside the first and the last; none for never."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the URI, of which only what is after a password is told."""
+        if self.uri is None:
+            return
+        if _NO_SCHEME.fullmatch(self.uri):
+            place = self.uri.rpartition("@")[2]
+            yield Problem("tracking.uri", "must begin with its scheme", f"write http://{place}")
+        elif is_unclear(self.uri):
+            yield Problem("tracking.uri", UNCLEAR, CLEARLY)
