@@ -76,8 +76,8 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
     journal = Journal(spec.run_dir)
     address = cluster.address_of(spec)
     lease = DriverLease(spec.run_dir, address, _ray_job())
-    finished = journal.last("finished")
-    if finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps:
+    finished = preflight.finished_event(spec)
+    if finished is not None:
         with lease:
             preflight.record_job(spec)  # an earlier launch may have left a longer one
             summary = _delivered(spec, Summary.from_dict(finished), deliver_pending(spec))

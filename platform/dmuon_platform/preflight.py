@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dmuon_platform.catalogue import CHECKPOINTS_FOLDER
 from dmuon_platform.causes import FULL_DISK, STORAGE_AWAY
@@ -18,6 +19,8 @@ from dmuon_platform.data import (
 )
 from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
+from dmuon_platform.event_facts import whole
+from dmuon_platform.events import Journal
 from dmuon_platform.model import build_model, check_weights, vocabulary_size
 from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
@@ -145,7 +148,7 @@ def check_earlier_run(spec: JobSpec) -> None:
 
     Raises:
         SpecError: The folder holds a run of a job that this one cannot go on with, or that has
-            done more steps.
+            done more steps without having finished.
     """
     recorded = spec.run_dir / JOB_FILE
     if not recorded.exists():
@@ -167,7 +170,15 @@ def check_earlier_run(spec: JobSpec) -> None:
             f"on with this one:\n{lines}\nSet these back to go on with that run, or give this job "
             "a name of its own (--set name=NAME)."
         )
-    _check_steps(spec)
+    if finished_event(spec) is None:
+        _check_steps(spec)
+
+
+def finished_event(spec: JobSpec) -> dict[str, Any] | None:
+    """Return the ``finished`` event of a run that has come to the end of this job, or beyond."""
+    finished = Journal(spec.run_dir).last("finished")
+    is_enough = finished is not None and (whole(finished, "steps") or 0) >= spec.num_steps
+    return finished if is_enough else None
 
 
 def _check_steps(spec: JobSpec) -> None:
