@@ -16,8 +16,8 @@ from dmuon_platform.tracking_files import Delivered
 MEGABYTES = "checkpoint/megabytes"
 """The curve whose points are the steps with a checkpoint."""
 ARTIFACT_FOLDER = "checkpoints"
-WEIGHTS = ("model", "config.json", "generation_config.json", "tokenizer")
-"""How the names of the files begin that ``"weights"`` means."""
+OPTIMIZER = "optim-"
+"""How the names of the files begin that ``"weights"`` leaves out."""
 MAX_CHECKPOINTS = 100
 """Told in one go, before it is written down how far the tracker has been told."""
 
@@ -124,7 +124,7 @@ class CheckpointDelivery:
         try:
             text = self._manifest(entry).read_text(encoding="utf-8")
             for name in json.loads(text)["files"]:
-                if self._wanted == "full" or name.startswith(WEIGHTS):
+                if self._wanted == "full" or not name.startswith(OPTIMIZER):
                     file = self._folder(entry) / name
                     self._run.log_file(file, f"{ARTIFACT_FOLDER}/{entry.folder}")
                     yield

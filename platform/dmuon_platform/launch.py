@@ -13,13 +13,7 @@ from rich.console import Console
 
 import dmuon
 from dmuon_platform import cluster, preflight
-from dmuon_platform.data import (
-    DatasetInfo,
-    check_size,
-    load_tokenizer,
-    open_dataset,
-    tokenizer_files,
-)
+from dmuon_platform.data import DatasetInfo, check_size, open_dataset
 from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.driving import Driving
 from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of, problem_of
@@ -32,7 +26,7 @@ from dmuon_platform.git_state import git_state
 from dmuon_platform.handover import settle_handover
 from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
-from dmuon_platform.origin import Start, keep_origin, start_of
+from dmuon_platform.origin import Start, handed_on, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_folder import DATA_FOLDER, JOB_FILE, REPORT_FILE
@@ -178,8 +172,7 @@ def _facts(spec: JobSpec, info: DatasetInfo, code: dict[str, Any]) -> dict[str, 
 
 def _told(spec: JobSpec, start: Start, info: DatasetInfo) -> dict[str, Any]:
     facts = {"spec_digest": spec.digest(), "dataset_digest": info.digest}
-    tokenizer = tokenizer_files(load_tokenizer(start.spec.data.tokenizer))
-    return {"dataset": info.folder, "facts": facts, "tokenizer": tokenizer}
+    return {"dataset": info.folder, "facts": facts, "files": handed_on(start.spec)}
 
 
 def _train(
@@ -242,7 +235,7 @@ def _conclude(
     export = None
     if spec.export.enabled:
         config = hf_config(spec.model, spec.data.sequence_length, info.separator_id)
-        files = tokenizer_files(load_tokenizer(spec.data.tokenizer))
+        files = handed_on(spec)
         export = export_model(spec.run_dir, newest.path, newest.manifest, config, files)
     spool = MetricsSpool(spec.run_dir)
     continuation = spool.continuation()

@@ -8,7 +8,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmuon_platform.data import BYTES, DatasetInfo, dataset_of, find_files
+from dmuon_platform.data import (
+    BYTES,
+    DatasetInfo,
+    dataset_of,
+    files_beside,
+    find_files,
+    load_tokenizer,
+    tokenizer_files,
+)
 from dmuon_platform.data.tokenizer import TOKENIZER_FILE
 from dmuon_platform.errors import FatalError, SpecError
 from dmuon_platform.model import has_weights
@@ -17,10 +25,11 @@ from dmuon_platform.store import Checkpoint, CheckpointStore
 
 ORIGIN_FOLDER = "origin"
 MODEL_FOLDER = "model"
-"""In it: all but the weights of the folder ``model.path``. Beside it lies that of
+"""In it: all but the weights of the folder ``model.path``. Beside it lie the files of
 ``data.tokenizer``."""
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 _KINDS = frozenset({".json", ".jinja", ".model", ".txt"})
 _MOST_BYTES = 256 * 2**20
@@ -61,9 +70,24 @@ def keep_origin(spec: JobSpec) -> None:
                 shutil.copyfile(file, fresh / MODEL_FOLDER / file.name)
         if spec.data.tokenizer != BYTES:
             shutil.copyfile(spec.data.tokenizer, fresh / TOKENIZER_FILE)
+            for file in files_beside(spec.data.tokenizer):
+                shutil.copyfile(file, fresh / file.name)
         fresh.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def handed_on(spec: JobSpec) -> dict[str, bytes]:
+    """Return the files by name that checkpoints and the export have as the run was given them.
+
+    They are those of the tokenizer, and how the model in ``model.path`` generates. Where nothing
+    was given, the tokenizer's are made.
+    """
+    given = files_beside(spec.data.tokenizer)
+    if spec.model.path is not None:
+        given += [file for file in [Path(spec.model.path, GENERATION)] if file.is_file()]
+    made = tokenizer_files(load_tokenizer(spec.data.tokenizer))
+    return made | {file.name: file.read_bytes() for file in given}
 
 
 def with_tokenizer_of_model(spec: JobSpec) -> JobSpec:

@@ -54,7 +54,7 @@ class Saving:
 
     Attributes:
         write: Begins to write a checkpoint, as `dmuon.save_checkpoint` does.
-        files: Of the tokenizer, by name, which lie in every checkpoint.
+        files: That lie in every checkpoint, by name, such as those of the tokenizer.
 
     Args:
         spec: The job.

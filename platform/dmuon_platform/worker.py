@@ -28,7 +28,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         config: Plain data from the driver: the ``spec``, the ``dataset`` folder, the ``attempt``
-            number, the ``launch`` it belongs to, and ``facts`` that every checkpoint records.
+            number, the ``launch`` it belongs to, and ``facts`` and ``files`` of every checkpoint.
 
     Returns:
         What the training is known by, once it is at its end or somebody wanted it to stop.
@@ -41,7 +41,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         training = Training(spec, place, model, optimizer, dataset, pulse.at)
         record = Record(spec, place, config["attempt"])
         saving = Saving(spec, place, config["attempt"], config["facts"], pulse.at, record.sync)
-        saving.files = config["tokenizer"]
+        saving.files = config["files"]
         return train(spec, training, saving, pulse, record, plan)
 
 

@@ -12,10 +12,31 @@ from mlflow_runs import history
 
 pytestmark = pytest.mark.cluster
 
+GIVEN = {
+    "chat_template.jinja": "{{ messages }}",
+    "generation_config.json": '{"do_sample": true, "temperature": 0.6, "eos_token_id": 255}',
+}
+"""What the folder has beside the model and its tokenizer."""
+
+
+def _check_given(run):
+    """It lies in the newest checkpoint, in the export, and beside each registered model."""
+    newest = max((run.folder / "checkpoints").glob("step-????????"))
+    told = TrackingFiles(run.folder).delivered()
+    client = mlflow.MlflowClient(told.uri)
+    experiment = client.get_run(told.run_id).info.experiment_id
+    for model in client.search_logged_models([experiment]):
+        names = {each.path for each in client.list_logged_model_artifacts(model.model_id)}
+        assert names >= {"tokenizer.json", *GIVEN}
+    for folder in (newest, run.folder / "export"):
+        assert {name: (folder / name).read_text() for name in GIVEN} == GIVEN
+
 
 def _fine_tuning(earlier, text, start):
     """A job that starts from copies of an earlier run's export, and of its text."""
     shutil.copytree(earlier.folder / "export", start / "model")
+    for name, content in GIVEN.items():
+        (start / "model" / name).write_text(content)
     shutil.copyfile(text, start / "text.txt")
     run = driver.make_run(start.parent, start / "text.txt", steps=10)
     head, _, rest = run.job.read_text().partition("[model]")
@@ -34,6 +55,7 @@ def _check_start(run, earlier, output):
     page = (run.folder / "report.html").read_text()
     assert f"before the first step, {begun['evaluation/loss']:.3f}" in page
     told = TrackingFiles(run.folder).delivered()
+    _check_given(run)
     points = history(told.uri, told.run_id, "evaluation/loss")
     assert points[0] == (0, begun["evaluation/loss"])
     params = mlflow.MlflowClient(told.uri).get_run(told.run_id).data.params
@@ -70,7 +92,7 @@ def test_a_run_goes_on_without_the_model_and_the_text_that_it_was_started_from(
     assert [event["step"] for event in run.events("evaluated")] == [0, 10, 20]
     assert metrics[11]["train/loss"] == pytest.approx(metrics[10]["train/loss"], abs=0.3)
     assert json.loads((run.folder / "export" / "config.json").read_text()) == export
-    assert (run.folder / "export" / "tokenizer.json").is_file()
+    _check_given(run)
 
     shutil.rmtree(run.folder / "checkpoints")
     code, output = driver.run("resume", run.folder, "--set", "train.steps=30")

@@ -14,7 +14,7 @@ from dmuon_platform.tracked_run import TrackedRun
 from dmuon_platform.tracking import Tracker
 from dmuon_platform.tracking_files import TrackingFiles
 from mlflow_runs import drain_of, history, job, train, wait_for
-from unit.stored import MODEL_FILE, OPTIM_FILE, save, save_many
+from unit.stored import MODEL_FILE, OPTIM_FILE, save, save_many, weights, write_parts
 
 import dmuon
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.cluster
 
 LAST_TWO = CheckpointSpec(every=1, keep_last=2)
 CURVE = "checkpoint/megabytes"
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,19 @@ def test_files_are_copied_as_wanted_and_those_pruned_before_are_named(tmp_path, 
     for step in (2, 3):
         assert tracked.names(f"checkpoints/step-{step:08d}") == record | copied
     assert tracked.tags["checkpoint.not_copied"].endswith(": step-00000001")
+
+
+def test_all_but_the_optimizer_is_copied_with_the_weights(tmp_path):
+    spec = job(tmp_path / "runs", tracking={"checkpoint_artifacts": "weights"})
+    store = CheckpointStore(spec.run_dir)
+    files = {MODEL_FILE: weights(), OPTIM_FILE: {f"exp_avg/{NORM}": weights()[NORM]}}
+    texts = {"config.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
+    write_parts(store.begin(1, None), 1, files, texts=texts)
+    store.commit(1, None)
+    assert drain_of(spec).deliver()
+    record = {"manifest.json", "location.json"}
+    copied = Tracked(spec).names("checkpoints/step-00000001")
+    assert copied == record | {MODEL_FILE} | texts.keys()
 
 
 def test_while_files_are_copied_all_else_goes_on_being_told(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from dmuon_platform.data.tokenizer import (
     FileTokenizer,
     check_has_tokenizer,
     check_pretrained,
+    files_beside,
     load_tokenizer,
     tokenizer_files,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "check_pretrained",
     "check_size",
     "dataset_of",
+    "files_beside",
     "find_dataset",
     "find_files",
     "load_tokenizer",

@@ -17,6 +17,20 @@ BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 _OTHER_FORMS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
+_BESIDE = (
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+"""What else belongs to a ``tokenizer.json`` as ``transformers`` saves it."""
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -196,6 +210,17 @@ def check_has_tokenizer(folder: Path) -> None:
         "of the model there, or set data.tokenizer to its path; for a model whose tokens are "
         f"bytes, write data.tokenizer = {BYTES!r} (for `dmuon init`: --tokenizer bytes)."
     )
+
+
+def files_beside(name: str) -> list[Path]:
+    """Return the files that belong to the ``tokenizer.json`` that ``data.tokenizer`` names.
+
+    Beside a file of another name lies what may belong to another tokenizer.
+    """
+    file = user_path(name)
+    if name == BYTES or file.name != TOKENIZER_FILE:
+        return []
+    return sorted(each for glob in _BESIDE for each in file.parent.glob(glob) if each.is_file())
 
 
 def tokenizer_files(tokenizer: TextTokenizer) -> dict[str, bytes]:
