@@ -20,7 +20,7 @@ from dmuon_platform.warning_text import sentences
 if TYPE_CHECKING:
     from dmuon_platform.spec import JobSpec
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["_Subcommand"]
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -78,6 +78,16 @@ RUN_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Options of `RUN_COMMANDS`: which of them take it, and how it is read."""
+
+
+class _Subcommand(argparse.ArgumentParser):
+    """Shows its own usage for what it does not know, where argparse shows that of ``dmuon``."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
 
 class _Version(argparse.Action):
@@ -230,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         "at the address, 78 the job is wrong, 86 diverged, 70 a bug, 1 gave up.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show it, and end")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Subcommand)
     _add_job_commands(commands)
     schema = commands.add_parser("schema", help="print the JSON schema of job files")
     schema.add_argument("--markdown", action="store_true", help="tables for readers instead")
@@ -265,7 +275,8 @@ def _add_job_commands(commands: "Commands") -> None:
     chaos = commands.add_parser("chaos", help="run a job under random faults, and compare")
     _add_chaos(chaos)
     bench = commands.add_parser("bench-recovery", help="time a job's way back from faults")
-    bench.add_argument("--kinds", help="what strikes: kill,freeze,stall,kill_driver by default")
+    kinds = "what strikes: kill,freeze,stall,kill_driver by default"
+    bench.add_argument("--kinds", action=read.Once, help=kinds)
     bench.add_argument("--json", action="store_true", help="for programs: JSON, in seconds")
     actions: dict[argparse.ArgumentParser, Command] = {run: _run, submit: _submit, plan: _plan}
     actions |= {validate: _validate, chaos: _chaos, bench: _bench_recovery, sweep: _sweep}
@@ -283,7 +294,12 @@ def _set_actions(actions: Mapping[argparse.ArgumentParser, Command]) -> None:
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a new .toml file; its name is the run's")
-    parser.add_argument("--data", help="text, JSONL or Parquet; default: Python's own library")
+    parser.add_argument(
+        "--data",
+        action="extend",
+        nargs="+",
+        help="after FILE: files or globs of text, JSONL or Parquet; default: Python's own library",
+    )
     parser.add_argument(
         "--text-field", help="of JSONL or Parquet; default: the only one with text, or text"
     )

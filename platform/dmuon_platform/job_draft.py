@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,30 @@ def run(arguments: argparse.Namespace) -> int:
         text_field=arguments.text_field,
     )
     write_whole(target, text)
-    load_job(target, [])  # what is written is right, or we are told now
+    spec = load_job(target, [])  # what is written is right, or we are told now
     kind = "GPUs" if hardware.has_gpus else "CPU workers"
     print(f"Wrote {target} for {hardware.num_workers} {kind}. Next:\n")
     quoted = shlex.quote(str(target))
     print(f"  dmuon validate {quoted}\n  dmuon run {quoted}")
+    _tell_short_text(spec)
     return 0
+
+
+def _tell_short_text(spec: JobSpec) -> None:
+    from dmuon_platform.data import check_size, measure_data
+
+    try:
+        info = measure_data(spec.data)
+        if info is not None:
+            check_size(info, spec.train.global_batch_size)
+    except SpecError as error:
+        print(f"\nBoth will refuse it as it stands: {error}")
 
 
 def draft(
     name: str,
     hardware: Hardware,
-    data: str | None,
+    data: Sequence[str] | None,
     tokenizer: str | None,
     model: str | None = None,
     text_field: str | None = None,
@@ -81,7 +93,7 @@ def draft(
     Args:
         name: Of the run; characters that a name cannot have become ``-``.
         hardware: What it is for.
-        data: A file or glob of text, JSONL or Parquet; None: Python's own library.
+        data: Files or globs of text, JSONL or Parquet; None: Python's own library.
         tokenizer: A ``tokenizer.json`` or ``bytes``; None: one token a byte, or the model's own.
         model: A Hugging Face folder to fine-tune; None: a model from scratch.
         text_field: Of JSONL or Parquet; None: the only one with text, or ``text``.
@@ -90,17 +102,18 @@ def draft(
         SpecError: Nothing matches ``data``, its text is under no or many names, or there is no
             such tokenizer or whole model, or they do not go together.
     """
-    if data is not None and not any(map(os.path.isfile, glob.iglob(data, recursive=True))):
-        raise SpecError(
-            f"No file matches --data {data!r}; name text files, and quote a glob: 'texts/*.txt'."
-        )
+    for each in data or ():
+        if not any(map(os.path.isfile, glob.iglob(each, recursive=True))):
+            raise SpecError(
+                f"No file matches --data {each!r}; name text files, or globs such as 'texts/*.txt'."
+            )
     if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
         raise SpecError(f"There is no tokenizer {tokenizer!r}; give a model's tokenizer.json.")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "first"
     sections: Sections = {
         **(_on_gpus(hardware) if hardware.has_gpus else _on_cpu(hardware)),
         "data": {
-            "source": data or "python-stdlib",
+            "source": _source(data),
             **_text_field(data, text_field),
             "tokenizer": tokenizer or "bytes",
             "sequence_length": 1024 if hardware.has_gpus else 128,
@@ -153,7 +166,13 @@ def _check_tokenizer(model: str, tokenizer: str | None) -> None:
     tokenizers.check_pretrained(tokenizer, loaded, folder)
 
 
-def _text_field(data: str | None, named: str | None) -> dict[str, str]:
+def _source(data: Sequence[str] | None) -> str | list[str]:
+    if not data:
+        return "python-stdlib"
+    return data[0] if len(data) == 1 else list(data)
+
+
+def _text_field(data: Sequence[str] | None, named: str | None) -> dict[str, str]:
     """The key that says where the text of each record is; none where it is under its default."""
     from dmuon_platform.data.documents import text_fields
     from dmuon_platform.data.sources import find_files
@@ -171,7 +190,7 @@ def _text_field(data: str | None, named: str | None) -> dict[str, str]:
     wanted = named or only
     if wanted not in fields:
         raise SpecError(
-            f"--data {data!r}: the first records of {file} have text under {fields or 'no field'}; "
+            f"--data: the first records of {file} have text under {fields or 'no field'}; "
             "name the one that holds the documents: --text-field FIELD (data.text_field in a job)."
         )
     return {} if wanted == "text" else {"text_field": wanted}

@@ -2,6 +2,24 @@
 
 import argparse
 import threading
+from collections.abc import Sequence
+from typing import Any
+
+
+class Once(argparse.Action):
+    """Keeps a list with commas, and refuses a second one: the first would be lost in silence."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Keep it."""
+        if getattr(namespace, self.dest) is not self.default:
+            raise argparse.ArgumentError(self, "is given twice; write one list, with commas")
+        setattr(namespace, self.dest, values)
 
 
 def number(text: str) -> float:

@@ -156,7 +156,12 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("init job.toml", 78, ("job.toml is there already", "give another file, or move it away")),
     ("init new.txt", 78, ("new.txt does not end in .toml", "TOML is written", "rename it")),
     ("init no/new.toml", 78, ("cannot be written: there is no folder no",)),
-    ("init new.toml --data runs", 78, ("No file matches --data 'runs'", "quote a glob")),
+    ("init new.toml --data runs", 78, ("No file matches --data 'runs'", "or globs such as")),
+    ("init new.toml --data job.toml runs", 78, ("No file matches --data 'runs'",)),
+    ("sweep job.toml --grid a=1 --seeds 0 --seeds 1", 2, ("--seeds: is given twice; write one",)),
+    ("bench-recovery job.toml --kinds kill --kinds stall", 2, ("--kinds: is given twice",)),
+    ("validate job.toml other.toml", 2, ("usage: dmuon validate", "arguments: other.toml")),
+    ("checkpoint show a b", 2, ("usage: dmuon checkpoint show", "arguments: b")),
     (
         "init new.toml --tokenizer no",
         78,

@@ -105,6 +105,35 @@ def test_the_only_field_with_text_is_written_and_of_several_one_must_be_named(
     assert "is for JSONL and Parquet, and --data names none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "given", [["--data", "a.txt", "b.txt"], ["--data", "a.txt", "--data", "b.txt"]]
+)
+def test_all_files_that_are_named_are_in_the_job(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("words " * 5000, encoding="utf-8")
+    assert cli.main(["init", "job.toml", *given]) == 0
+    assert list(load_job(Path("job.toml")).data.source) == ["a.txt", "b.txt"]
+
+
+def test_a_text_that_the_next_command_refuses_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for length in (10, 150, 9000):
+        Path("text.txt").write_text("words and " * length, encoding="utf-8")
+        Path("job.toml").unlink(missing_ok=True)
+        assert cli.main(["init", "job.toml", "--data", "text.txt", "--workers", "1"]) == 0
+        told = capsys.readouterr().out
+        code = cli.main(["validate", "job.toml"])
+        _, _, refusal = capsys.readouterr().err.partition("dmuon: ")
+        assert code == (0 if length == 9000 else 78)
+        assert ("Both will refuse it as it stands: " in told) == (code == 78)
+        assert refusal in told
+
+
 def test_a_model_without_weights_and_a_tokenizer_that_does_not_fit_it_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="values to try; every combination is run. Several times: each grid has its own best",
     )
     parser.add_argument(
-        "--seeds", type=_numbers, default=[0], metavar="N,...", help="of each setting; default: 0"
+        "--seeds",
+        action=read.Once,
+        type=_numbers,
+        default=[0],
+        metavar="N,...",
+        help="of each setting; default: 0",
     )
     parser.add_argument("--parallel", type=read.count, default=1, help="at a time; default: 1")
     parser.add_argument("--output", type=Path, help="a folder; default: NAME-sweep in the storage")
