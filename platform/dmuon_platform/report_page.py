@@ -140,14 +140,21 @@ def _sentences(run: RunState, history: RunHistory, times: WallTime) -> Iterator[
 
 
 def _held_out(run: RunState, history: RunHistory) -> str:
-    step, start = run.evaluation["step"], history.curves.get(EVALUATION_LOSS, Curve()).at(0)
+    step = run.evaluation["step"]
     text = f"The held-out loss is {run.evaluation[EVALUATION_LOSS]:.3f}"
     bits = run.evaluation.get(BITS_PER_BYTE)
     bigram = run.evaluation.get(BIGRAM_BITS_PER_BYTE)
     if bits is not None and bigram is not None:
         text += f", {bits:.3f} bits per byte, where a bigram model has {bigram:.3f}"
     text += f" (step {step:.0f})"
-    return text + (f"; before the first step, {start:.3f}." if start and step else ".")
+    start = _start(history) if step else ""
+    return text + (f"; before the first step {start}." if start else ".")
+
+
+def _start(history: RunHistory) -> str:
+    keys = {EVALUATION_LOSS: "", BITS_PER_BYTE: " bits per byte"}
+    found = {unit: history.curves.get(key, Curve()).at(0) for key, unit in keys.items()}
+    return ", ".join(f"{value:.3f}{unit}" for unit, value in found.items() if value is not None)
 
 
 def _tiles(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dmuon_platform.event_facts import Content, finite, number, whole
 from dmuon_platform.events import Journal
 from dmuon_platform.metric_names import (
+    BITS_PER_BYTE,
     EVALUATION_LOSS,
     GRADIENT_NORM,
     LEARNING_RATE,
@@ -34,7 +35,16 @@ PER_OWNER = ("cost_per_owner", "bytes_per_owner", "num_matrices_per_owner")
 
 _DAY_S = 86_400.0
 
-READ = (TRAIN_LOSS, EVALUATION_LOSS, GRADIENT_NORM, TOKENS_PER_S, LEARNING_RATE, TIME, UPDATES)
+READ = (
+    TRAIN_LOSS,
+    EVALUATION_LOSS,
+    BITS_PER_BYTE,
+    GRADIENT_NORM,
+    TOKENS_PER_S,
+    LEARNING_RATE,
+    TIME,
+    UPDATES,
+)
 
 RECORDS_AT_ONCE = 1000
 MOST_POINTS = 1000

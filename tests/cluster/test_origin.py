@@ -53,7 +53,8 @@ def _check_start(run, earlier, output):
     assert line in driver.run("logs", run.folder)[1]
     assert f"{begun['evaluation/bits_per_byte']:.3f} bits per byte" in line
     page = (run.folder / "report.html").read_text()
-    assert f"before the first step, {begun['evaluation/loss']:.3f}" in page
+    bits = f"{begun['evaluation/bits_per_byte']:.3f} bits per byte"
+    assert f"before the first step {begun['evaluation/loss']:.3f}, {bits}." in page
     told = TrackingFiles(run.folder).delivered()
     _check_given(run)
     points = history(told.uri, told.run_id, "evaluation/loss")

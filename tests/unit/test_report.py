@@ -145,6 +145,18 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
     assert "Damaged or missing" not in page.texts
 
 
+def test_what_it_started_from_is_told_in_the_units_of_what_it_came_to(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    begin(folder)
+    start(folder, 0)
+    MetricsSpool(folder).append(
+        0, {"evaluation/loss": 5.975, "evaluation/bits_per_byte": 3.816}, time.time()
+    )
+    train(folder, range(1, STEPS + 1))
+    finish(folder)
+    assert "(step 60); before the first step 5.975, 3.816 bits per byte." in report(folder).text
+
+
 def test_each_start_tells_how_it_ended_and_none_what_to_do(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     begin(folder)
