@@ -21,7 +21,7 @@ from dmuon_platform.durable_file import write_whole
 from dmuon_platform.errors import PlatformError, SpecError
 from dmuon_platform.event_facts import whole
 from dmuon_platform.events import Journal
-from dmuon_platform.model import build_model, check_weights, vocabulary_size
+from dmuon_platform.model import build_model, check_weights, vocabulary_size, warn_of_length
 from dmuon_platform.origin import with_tokenizer_of_model
 from dmuon_platform.run_folder import JOB_FILE
 from dmuon_platform.spec import JobSpec, load_job
@@ -52,6 +52,8 @@ def resolve(spec: JobSpec) -> JobSpec:
 def check_job(spec: JobSpec, *, has_text: bool = True, begins: bool = True) -> None:
     """Refuse a model that cannot be built, or data that is not there or does not fit it.
 
+    Warns where samples are longer than a model from elsewhere knows.
+
     Args:
         spec: The job.
         has_text: Whether its text is to be read; else it was prepared before.
@@ -65,6 +67,7 @@ def check_job(spec: JobSpec, *, has_text: bool = True, begins: bool = True) -> N
         folder = Path(spec.model.path)
         if begins:
             check_weights(folder)
+            warn_of_length(folder, spec.data.sequence_length)
             if "tokenizer" not in spec.data.model_fields_set:
                 check_has_tokenizer(folder)
         name = spec.data.tokenizer

@@ -55,6 +55,20 @@ def test_a_whole_folder_is_planned_with_its_tokenizer(
     assert f"tokenizer: {folder / 'tokenizer.json'}, 256 tokens" in text
 
 
+def test_samples_longer_than_the_positions_of_the_model_are_warned_of(
+    folder: Path, validate: Callable[..., tuple[int, str]]
+) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for positions, is_beyond in ((128, False), (100, True)):
+        config["max_position_embeddings"] = positions
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if is_beyond:
+            with pytest.warns(UserWarning, match="and the model of model.path states 100 pos"):
+                assert validate()[0] == 0
+        else:
+            assert validate()[0] == 0
+
+
 def _remove(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 

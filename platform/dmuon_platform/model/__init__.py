@@ -9,7 +9,7 @@ from dmuon_platform.model.build import (
     vocabulary_size,
 )
 from dmuon_platform.model.decoder import CausalLMOutput, LlamaDecoder
-from dmuon_platform.model.huggingface import hf_config
+from dmuon_platform.model.huggingface import hf_config, warn_of_length
 from dmuon_platform.model.settings import ModelSettings
 from dmuon_platform.model.weights import check_weights, has_weights
 
@@ -26,4 +26,5 @@ __all__ = [
     "layer_modules",
     "next_token_loss",
     "vocabulary_size",
+    "warn_of_length",
 ]

@@ -1,6 +1,7 @@
 """Models from and for Hugging Face ``transformers``; the only file that imports it."""
 
 import json
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from dmuon_platform.errors import SpecError
-from dmuon_platform.model.positions import check_positions
+from dmuon_platform.model.positions import check_positions, stated_positions
 from dmuon_platform.model.settings import ModelSettings
 from dmuon_platform.model.weights import has_weights
 
@@ -93,6 +94,18 @@ def load_local_model(folder: Path, sequence_length: int, device: str) -> nn.Modu
             f"{type(error).__name__}: {error}"
         ) from error
     return model.to(device)
+
+
+def warn_of_length(folder: Path, sequence_length: int) -> None:
+    """Say so where a model is trained on sequences beyond the positions that it comes with."""
+    stated = stated_positions(read_config(folder))
+    if stated is not None and sequence_length > stated:
+        warnings.warn(
+            f"data.sequence_length is {sequence_length}, and the model of model.path states "
+            f"{stated} positions in its config.json. Its rotary positions go on beyond, where it "
+            f"knows nothing yet; data.sequence_length={stated} stays within what it knows",
+            stacklevel=2,
+        )
 
 
 def read_vocab_size(folder: Path) -> int:
