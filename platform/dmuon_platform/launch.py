@@ -24,6 +24,7 @@ from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
 from dmuon_platform.handover import settle_handover
+from dmuon_platform.lengthening import rise_of_rate
 from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, handed_on, keep_origin, start_of
@@ -198,6 +199,8 @@ def _train(
             details=failure.cause.details,
         )
 
+    if rise := rise_of_rate(spec, journal.read()):
+        view.say(rise)
     supervisor = Supervisor(spec.faults, earlier)
     supervisor.run(driving.run, lambda: (view.step, _saved(journal)), note, driving.pause)
     trained = journal.last("trained")

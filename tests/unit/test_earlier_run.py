@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from dmuon_platform.errors import SpecError
 from dmuon_platform.events import Journal
+from dmuon_platform.lengthening import rise_of_rate
 from dmuon_platform.preflight import check_earlier_run
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.store import CheckpointStore
@@ -41,3 +42,31 @@ def test_a_run_that_went_on_after_its_end_is_not_finished_there(tmp_path: Path) 
     Journal(spec.run_dir).append("finished", steps=20)
     with pytest.raises(SpecError, match="'small' has done 30"):
         check_earlier_run(wants(tmp_path, 25))
+
+
+@pytest.mark.parametrize(("kind", "before"), [("wsd", "0.25"), ("cosine", "0.0245")])
+def test_a_rate_that_had_come_down_and_rises_again_is_told_once(kind: str, before: str) -> None:
+    spec = job_of(small(train__steps=40, schedule={"kind": kind}))
+    to_the_end = [{"kind": "training_started", "step": 0}, {"kind": "trained", "step": 10}]
+    if kind == "wsd":
+        to_the_end[-1]["step"] = 20
+    told = rise_of_rate(spec, to_the_end)
+    assert told is not None
+    assert f"rises again after step {to_the_end[-1]['step']}, from {before} to" in told
+    assert f"schedule.kind={kind} comes down at the end of all 40 steps" in told
+    assert rise_of_rate(spec, [*to_the_end, {"kind": "training_started", "step": 10}]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "events"),
+    [
+        ({}, []),
+        ({}, [{"kind": "trained", "step": 40}]),
+        ({}, [{"kind": "trained"}]),
+        ({"schedule": {"kind": "constant"}}, [{"kind": "trained", "step": 20}]),
+    ],
+)
+def test_a_rate_that_does_not_rise_is_not_spoken_of(
+    changes: dict[str, Any], events: list[dict[str, Any]]
+) -> None:
+    assert rise_of_rate(job_of(small(train__steps=40, **changes)), events) is None
