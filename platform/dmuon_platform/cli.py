@@ -350,8 +350,9 @@ def _add_run_command(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", metavar="RUN", help="a run's name or folder, or its job file")
     if name == "status":
         parser.epilog = (
-            "Exit codes: 0 finished, 3 running or to be launched, 75 stopped or interrupted (launch it again), 66 "
-            "no such run, 69 no job server answers; a failed run's own: 1, 69, 70, 78, 86."
+            "Exit codes: 0 finished, 3 running or to be launched, 75 stopped or interrupted "
+            "(launch it again), 66 no such run, 69 no job server answers; a failed run's own: "
+            "1, 69, 70, 78, 86."
         )
     for option, (names, settings) in RUN_OPTIONS.items():
         if name in names.split():
