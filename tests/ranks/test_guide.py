@@ -67,6 +67,37 @@ def test_the_checkpoint_opens_without_dmuon(
     assert "import " in run(block(GUIDE, "commands: load.py", "bash").strip(), folder)
 
 
+def test_compiled_layers_train_as_others(
+    trained: tuple[Path, list[dict[int, float]]], tmp_path: Path
+) -> None:
+    folder, (losses, *_) = trained
+    script = block(GUIDE, "file: train.py", "python")
+    line = "optimizer = dmuon.Muon("
+    assert line in script
+    compiled = script.replace(line, f"{_QUICKLY}{block(GUIDE, 'compile', 'python')}{line}")
+    (tmp_path / "compiled.py").write_text(f"{compiled}{_PRINT_GRAPHS}", encoding="utf-8")
+    output = run_forked("torchrun --standalone --nproc-per-node 2 compiled.py --steps 2", tmp_path)
+    assert losses_of(output) == pytest.approx({step: losses[step] for step in (1, 2)}, abs=2e-3)
+    assert "graphs 4, breaks 0\n" in output
+    saved = [tmp_path / "checkpoints" / "step-000002", folder / "checkpoints" / "step-000040"]
+    with_graphs, without = (
+        {name for names in dmuon.read_manifest(path).tensors.values() for name in names}
+        for path in saved
+    )
+    assert with_graphs == without
+
+
+_QUICKLY = """
+import functools
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # inductor takes a minute
+"""
+_PRINT_GRAPHS = """
+from torch._dynamo.utils import counters
+graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
+print(f"graphs {graphs}, breaks {breaks}")
+"""
+
+
 def _tuned(model: str) -> str:
     """The script with what fine-tuning puts in the place of its own lines."""
     script = block(GUIDE, "file: train.py", "python")
