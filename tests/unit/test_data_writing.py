@@ -165,5 +165,7 @@ def test_what_a_killed_process_had_begun_to_prepare_is_removed_a_day_later(tmp_p
     for path in (left / "train-00000.bin", left, building):
         os.utime(path, (yesterday, yesterday))
     (folder / "index.json").unlink()
+    other = tmp_path / "cache" / f".{folder.name}.notes"  # which nobody was preparing
+    other.touch()
     assert prepare_dataset(data, tmp_path / "cache") == info
-    assert sorted((tmp_path / "cache").iterdir()) == [building, folder]
+    assert sorted((tmp_path / "cache").iterdir()) == [building, other, folder]

@@ -130,7 +130,7 @@ def prepare_dataset(settings: DataSettings, cache_dir: Path | str) -> DatasetInf
 def _remove_leftovers(folder: Path) -> None:
     """Remove what was not built to its end, on any machine, by processes that were killed."""
     for left in folder.parent.glob(f".{folder.name}.*"):
-        with suppress(FileNotFoundError):  # another driver may be at it
+        with suppress(OSError):  # another driver may be at it, or it is none of ours
             written = max(each.stat().st_mtime for each in (left, *left.iterdir()))
             if time.time() - written > _LEFT_S:
                 shutil.rmtree(left, ignore_errors=True)
