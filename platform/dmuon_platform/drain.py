@@ -317,8 +317,8 @@ def main(run_dir: Path) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with files.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in files.scratch.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(files.scratch, ignore_errors=True)
+        files.scratch.mkdir(exist_ok=True)
         serve(Drain(run_dir), sys.stdin.fileno())
 
 

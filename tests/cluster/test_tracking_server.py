@@ -181,6 +181,7 @@ def test_a_killed_drain_is_replaced_at_the_end(server, tmp_path: Path):
         drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
         assert drains[0].environ()["TMPDIR"] == str(scratch)
         (scratch / "tmpabc" / "checkpoints").mkdir(parents=True)  # on its way to MLflow
+        (scratch / "tmpdef").touch()
         drains[0].kill()
         train(spec, 11, 20)
         delivery = tracker.finish("FINISHED")
