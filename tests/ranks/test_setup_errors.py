@@ -1,6 +1,7 @@
 """Wrong set-up is refused by name, on every rank, before anything changes."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +138,31 @@ def test_muon_before_fully_shard() -> None:
         dmuon.Muon(model)
 
     refuse(2, r"embed\.weight is neither dedicated nor sharded", attempt)
+
+
+def test_the_guide_quotes_what_torch_says_of_initialising_afterwards() -> None:
+    guide = " ".join((Path(dmuon.__file__).parent / "GUIDE.md").read_text().split())
+
+    def body(rank: int) -> None:
+        model = build()
+        wrap(model, make_mesh(2))
+        refused = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                try:
+                    nn.init.normal_(module.weight)
+                except RuntimeError as error:
+                    refused.append(str(error))
+        quoted = "more than one element of the written-to tensor refers to a single memory location"
+        assert refused
+        assert all(quoted in message for message in refused)
+        assert quoted in guide
+        whole = build().state_dict() if rank == 0 else {}
+        dmuon.set_model_state_dict(model, whole)
+        state = dmuon.get_model_state_dict(model)
+        assert all(torch.equal(state[name], value) for name, value in build().state_dict().items())
+
+    run_ranks(2, body)
 
 
 def test_muon_on_a_model_without_dedication() -> None:
