@@ -70,7 +70,8 @@ class StopSignals:
         if not self._is_training:
             raise GracefulStop(f"Stopped by {name}.")
         self._say(
-            f"{name}: stopping after this step, with a checkpoint; Ctrl-C now ends it at once"
+            f"{name}: stopping, with a checkpoint after this step if the training has begun; "
+            "Ctrl-C now ends it at once"
         )
         try:
             self._file.write(StopRequest.now(self._launch, name))

@@ -42,4 +42,5 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_so(tmp_path: Path) -> None:
         with twice, signals.training():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
+    assert "with a checkpoint after this step if the training has begun" in said[0]
     assert said[1:] == ["Ctrl-C: ending at once, without another checkpoint"]
