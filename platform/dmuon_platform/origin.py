@@ -20,7 +20,8 @@ from dmuon_platform.data import (
 from dmuon_platform.data.tokenizer import TOKENIZER_FILE
 from dmuon_platform.errors import FatalError, SpecError
 from dmuon_platform.model import has_weights
-from dmuon_platform.spec import JobSpec
+from dmuon_platform.run_folder import JOB_FILE
+from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.store import Checkpoint, CheckpointStore
 
 ORIGIN_FOLDER = "origin"
@@ -107,6 +108,8 @@ def with_tokenizer_of_model(spec: JobSpec) -> JobSpec:
 def start_of(spec: JobSpec, cache_dir: Path) -> Start:
     """Return what to go by: the job as it is, where all that it names is there.
 
+    What is kept stands in for what the run was started from, not for another that is not there.
+
     Args:
         spec: The job, its paths absolute.
         cache_dir: Where prepared text lies.
@@ -116,14 +119,26 @@ def start_of(spec: JobSpec, cache_dir: Path) -> Start:
     if newest is None:
         return Start(spec, begins=True)  # nothing to go on with, so all must be there
     origin = spec.run_dir / ORIGIN_FOLDER
-    model, data = spec.model, spec.data
+    model, data, others = spec.model, spec.data, _changed_keys(spec)
     kept_model, kept_tokenizer = origin / MODEL_FOLDER, origin / TOKENIZER_FILE
-    if model.path is not None and _has_gone(Path(model.path, CONFIG), kept_model / CONFIG):
+    is_its_model = model.path is not None and "model.path" not in others
+    if is_its_model and _has_gone(Path(model.path or "", CONFIG), kept_model / CONFIG):
         model = model.model_copy(update={"path": str(kept_model)})
-    if data.tokenizer != BYTES and _has_gone(Path(data.tokenizer), kept_tokenizer):
+    is_its_tokenizer = data.tokenizer != BYTES and "data.tokenizer" not in others
+    if is_its_tokenizer and _has_gone(Path(data.tokenizer), kept_tokenizer):
         data = data.model_copy(update={"tokenizer": str(kept_tokenizer)})
-    standing_in = spec.model_copy(update={"model": model, "data": data})
-    return Start(standing_in, _dataset_without_text(spec, newest, cache_dir))
+    is_its_text = "data.source" not in others
+    dataset = _dataset_without_text(spec, newest, cache_dir) if is_its_text else None
+    return Start(spec.model_copy(update={"model": model, "data": data}), dataset)
+
+
+def _changed_keys(spec: JobSpec) -> set[str]:
+    """Return the keys that make this another job than that of the run, as far as it is known."""
+    try:
+        earlier = load_job(spec.run_dir / JOB_FILE)
+    except SpecError:
+        return set()
+    return {each.partition(":")[0] for each in spec.differences_that_forbid_resume(earlier)}
 
 
 def _has_gone(file: Path, kept: Path) -> bool:

@@ -590,3 +590,25 @@ def test_a_warning_of_ours_is_a_sentence_and_one_of_others_keeps_its_place() -> 
         assert "argparse.py:1: UserWarning" in warnings.formatwarning("x", UserWarning, others, 1)
         assert "FutureWarning" in warnings.formatwarning("x", FutureWarning, ours, 1)
     assert "UserWarning" in warnings.formatwarning("It is so.", UserWarning, ours, 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.path=no/model", "no/model: there is no such folder (a relative path counts from"),
+        ("data.tokenizer=no.json", "(No such file or directory) (a relative path counts from"),
+    ],
+)
+def test_a_relative_path_that_leads_nowhere_is_told_with_the_folder_of_the_command(
+    setting, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(small()), encoding="utf-8")
+    assert cli.main(["validate", str(job), "--set", setting]) == 78
+    told = capsys.readouterr().err
+    assert said in told
+    assert f"the folder of the command, {tmp_path})" in told
+    absolute = setting.replace("=", "=/nowhere/")
+    assert cli.main(["validate", str(job), "--set", absolute]) == 78
+    assert "a relative path" not in capsys.readouterr().err

@@ -129,6 +129,20 @@ def test_without_a_checkpoint_everything_must_be_there(tmp_path: Path) -> None:
     assert start_of(spec, tmp_path).spec == spec
 
 
+def test_what_is_kept_stands_in_for_nothing_else_that_is_not_there(tmp_path: Path) -> None:
+    spec = job(tmp_path)
+    keep_origin(spec)
+    (spec.run_dir / "job.toml").write_text(spec.to_toml(), encoding="utf-8")
+    save(CheckpointStore(spec.run_dir), 1)
+    shutil.rmtree(tmp_path / "pretrained")
+    assert start_of(spec, tmp_path).spec.model.path == str(spec.run_dir / "origin" / "model")
+    for section, key in (("model", "path"), ("data", "tokenizer")):
+        wrong = {key: str(tmp_path / "misspelt")}
+        changed = getattr(spec, section).model_copy(update=wrong)
+        other = start_of(spec.model_copy(update={section: changed}), tmp_path).spec
+        assert getattr(getattr(other, section), key) == wrong[key]
+
+
 def test_weights_are_never_drawn_anew_for_a_run_that_began_with_others(tmp_path: Path) -> None:
     spec = job(tmp_path)
     check_restored(spec, 0)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dmuon_platform.errors import SpecError
-from dmuon_platform.spec.user_path import user_path
+from dmuon_platform.spec.user_path import user_path, where_from
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -123,9 +123,10 @@ def _read(name: str) -> FileTokenizer:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        where = where_from(path) if isinstance(error, FileNotFoundError) else ""
         raise SpecError(
-            f"data.tokenizer: {name!r} cannot be read ({why}). It is {BYTES!r} or the path of a "
-            "tokenizer.json."
+            f"data.tokenizer: {name!r} cannot be read ({why}){where}. It is {BYTES!r} or the path "
+            "of a tokenizer.json."
         ) from error
     tokenizer = FileTokenizer(text)
     try:

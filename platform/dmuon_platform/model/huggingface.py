@@ -13,6 +13,7 @@ from dmuon_platform.errors import SpecError
 from dmuon_platform.model.positions import check_positions, stated_positions
 from dmuon_platform.model.settings import ModelSettings
 from dmuon_platform.model.weights import has_weights
+from dmuon_platform.spec.user_path import where_from
 
 MOST_MODULES = {"layers": 1000, "layer": 1000, "experts": 10_000}
 """By the last word of what ``config.json`` calls their number, such as ``num_hidden_layers``."""
@@ -142,7 +143,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        found = "holds no config.json" if folder.is_dir() else "there is no such folder"
+        is_there = folder.is_dir()
+        where = "" if is_there else where_from(folder)
+        found = "holds no config.json" if is_there else f"there is no such folder{where}"
         raise SpecError(
             f"model.path: {folder}: {found}. It must be a local folder written by "
             "save_pretrained; hub names are not downloaded. To train the model of an earlier run "
