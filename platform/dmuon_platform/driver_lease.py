@@ -47,6 +47,7 @@ class Driver:
         time: Unix time of the last heartbeat.
         ray_address: Of the cluster that it uses: ``host:port``; None for one of its own.
         ray_job: Its submission id inside ``ray job submit``; None elsewhere.
+        job_server: Which took that submission, if it was ``dmuon submit`` or ``resume``.
         ended: Unix time at which it ended; None while it runs, and for ever when it was killed.
     """
 
@@ -57,6 +58,7 @@ class Driver:
     time: float
     ray_address: str | None = None
     ray_job: str | None = None
+    job_server: str | None = None
     ended: float | None = None
 
     @classmethod
@@ -93,13 +95,18 @@ class DriverLease:
         run_dir: The folder of the run, which exists.
         ray_address: As in `Driver`.
         ray_job: As in `Driver`.
+        job_server: As in `Driver`.
 
     Raises:
         AlreadyRunning: Another launch has it, when the context is entered.
     """
 
     def __init__(
-        self, run_dir: Path, ray_address: str | None = None, ray_job: str | None = None
+        self,
+        run_dir: Path,
+        ray_address: str | None = None,
+        ray_job: str | None = None,
+        job_server: str | None = None,
     ) -> None:
         self._run_dir = run_dir
         now = time.time()
@@ -111,6 +118,7 @@ class DriverLease:
             time=now,
             ray_address=ray_address,
             ray_job=ray_job,
+            job_server=job_server,
         )
         self._handle: int | None = None
         self._is_over = threading.Event()

@@ -22,6 +22,9 @@ from dmuon_platform.run_folder import is_run
 
 HANDOVER_FILE = "submitted.json"
 
+ADDRESS_KEY = "dmuon_address"
+"""Of the metadata of a submitted job: its job server, as who submitted it has called it."""
+
 ANSWER_S = 3.0
 """A job server that needs longer is taken to be away, for now."""
 

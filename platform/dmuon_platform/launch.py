@@ -14,7 +14,7 @@ from rich.console import Console
 import dmuon
 from dmuon_platform import cluster, preflight
 from dmuon_platform.data import DatasetInfo, check_size, open_dataset
-from dmuon_platform.driver_lease import DriverLease
+from dmuon_platform.driver_lease import Driver, DriverLease
 from dmuon_platform.driving import Driving
 from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of, problem_of
 from dmuon_platform.evaluation import bigram_bits_per_byte
@@ -23,14 +23,14 @@ from dmuon_platform.event_text import event_text
 from dmuon_platform.events import Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
-from dmuon_platform.handover import settle_handover
+from dmuon_platform.handover import ADDRESS_KEY, settle_handover
 from dmuon_platform.lengthening import rise_of_rate
 from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, handed_on, keep_origin, start_of
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
-from dmuon_platform.run_folder import DATA_FOLDER, JOB_FILE, REPORT_FILE
+from dmuon_platform.run_folder import DATA_FOLDER, JOB_FILE, REPORT_FILE, resume_there
 from dmuon_platform.run_story import restarts_of
 from dmuon_platform.spec import JobSpec
 from dmuon_platform.spool import MetricsSpool
@@ -70,17 +70,17 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
     keep_origin(start.spec)
     journal = Journal(spec.run_dir)
     address = cluster.address_of(spec)
-    lease = DriverLease(spec.run_dir, address, _ray_job())
+    lease = DriverLease(spec.run_dir, address, _ray_job(), _ray_metadata().get(ADDRESS_KEY))
     finished = preflight.finished_event(spec)
     if finished is not None:
         with lease:
-            preflight.record_job(spec)  # an earlier launch may have left a longer one
+            if whole(finished, "steps") == spec.num_steps >= _saved(journal):
+                preflight.record_job(spec)  # a launch may have left a longer one that it never did
             summary = _delivered(spec, Summary.from_dict(finished), deliver_pending(spec))
         _say(console, f"{spec.name} is already finished: nothing to do.\n{summary.text()}")
         return summary
     cluster.check_address(spec)
-    how = "starting Ray" if address is None else f"joining Ray at {address}"
-    _say(console, f"{spec.name}: {how} and preparing the data in {spec.run_dir.parent}")
+    _tell_where(spec, address, console)
     earlier = unfinished_failures(journal.read())
     with (
         lease,
@@ -126,8 +126,31 @@ def _prepare(
 
 
 def _ray_job() -> str | None:
+    return _ray_metadata().get("job_submission_id")
+
+
+def _ray_metadata() -> dict[str, str]:
     job = json.loads(os.environ.get(RAY_JOB) or "{}")
-    return job.get("metadata", {}).get("job_submission_id")
+    metadata: dict[str, str] = job.get("metadata", {})
+    return metadata
+
+
+def _tell_where(spec: JobSpec, address: str | None, console: Console) -> None:
+    if address is None and (elsewhere := _elsewhere(spec)) is not None:
+        _say(console, elsewhere)
+    how = "starting Ray" if address is None else f"joining Ray at {address}"
+    _say(console, f"{spec.name}: {how} and preparing the data in {spec.run_dir.parent}")
+
+
+def _elsewhere(spec: JobSpec) -> str | None:
+    """Say of a run that a cluster ran last that it goes on here; None of any other."""
+    driver = Driver.read(spec.run_dir)
+    if driver is None or driver.ray_job is None:
+        return None
+    told = f"{spec.name} was run as {driver.ray_job} on a cluster last, and goes on on this machine"
+    if driver.job_server is None:
+        return told
+    return f"{told}; `{resume_there(spec.run_dir, driver.job_server)}` goes on with it there"
 
 
 @contextmanager

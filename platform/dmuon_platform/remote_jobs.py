@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from dmuon_platform.errors import (
     SpecError,
 )
 from dmuon_platform.run_ending import State
-from dmuon_platform.run_folder import NoSuchRun
+from dmuon_platform.run_folder import NoSuchRun, resume_there
 from dmuon_platform.spec.uri import CLEARLY, UNCLEAR, is_unclear, without_credentials
 from dmuon_platform.terminal_text import terminal_text
 
@@ -247,8 +246,7 @@ class RemoteJobs:
         name, storage = facts.get(NAME_KEY), facts.get(STORAGE_KEY, "")
         if name is None or not Path(storage).is_absolute():  # known to the cluster alone
             return "submit its job again"
-        command = ("dmuon", "resume", name, f"--storage={storage}", "--address", self._address)
-        return shlex.join(command)
+        return resume_there(Path(storage, name), self._address)
 
     def logs(self, name: str, *, follow: bool) -> int:
         """Print what a job has printed."""

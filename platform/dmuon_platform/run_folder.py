@@ -98,6 +98,17 @@ def words_for(folder: Path) -> str:
     return shlex.join([folder.name, *where])
 
 
+def resume_there(folder: Path, address: str) -> str:
+    """Return the command that goes on with a run on the cluster of a job server.
+
+    Args:
+        folder: Of the run, as that cluster sees it.
+        address: Of the job server.
+    """
+    storage = f"--storage={folder.parent}"
+    return shlex.join(["dmuon", "resume", folder.name, storage, "--address", address])
+
+
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is that of a run which was launched at least once.
 

@@ -13,7 +13,7 @@ from dmuon_platform.metric_names import (
     TRAIN_LOSS,
 )
 from dmuon_platform.run_ending import State
-from dmuon_platform.run_folder import words_for
+from dmuon_platform.run_folder import resume_there, words_for
 from dmuon_platform.run_state import Restart, RunState, Worker
 from dmuon_platform.terminal_text import terminal_text
 from dmuon_platform.text_table import text_table
@@ -99,14 +99,21 @@ def _headline(run: RunState) -> str:
     if run.handover is not None and run.handover.is_pending:
         return f"{run.state}, and submitted again"
     if run.state in (State.STOPPED, State.INTERRUPTED):
-        is_resumable = run.num_steps is not None  # its job is recorded and can be read
-        way = "run its job again"
-        if is_resumable:
-            way = f"`dmuon resume {words_for(run.folder)}` goes on with it"
-        return f"{run.state}; {way}"
+        return f"{run.state}; {_way_on(run)}"
     if run.state is State.FAILED:
         return f"failed with exit code {run.exit_code}"
     return f"running{_phase(run)}" if run.state is State.RUNNING else str(run.state)
+
+
+def _way_on(run: RunState) -> str:
+    is_resumable = run.num_steps is not None  # its job is recorded and can be read
+    if run.driver is None or run.driver.ray_job is None:
+        here = f"`dmuon resume {words_for(run.folder)}` goes on with it"
+        return here if is_resumable else "run its job again"
+    if run.driver.job_server is None or not is_resumable:
+        return f"submit its job again, which ran as {run.driver.ray_job}"
+    there = resume_there(run.folder.absolute(), run.driver.job_server)
+    return f"`{there}` goes on with it there"
 
 
 def _phase(run: RunState) -> str:

@@ -17,7 +17,7 @@ from dmuon_platform.data.tokenizer import BYTES
 from dmuon_platform.driver_lease import refuse_while_running
 from dmuon_platform.errors import RUNNING, AlreadyRunning, PlatformError, SpecError
 from dmuon_platform.git_state import SUBMITTED_VARIABLE, git_state
-from dmuon_platform.handover import leave_handover, newest_launch
+from dmuon_platform.handover import ADDRESS_KEY, leave_handover, newest_launch
 from dmuon_platform.preflight import check_from_afar
 from dmuon_platform.remote_jobs import (
     NAME_KEY,
@@ -158,7 +158,7 @@ class _Submission:
             submission = client.submit_job(
                 entrypoint=entrypoint,
                 runtime_env={**environment, "env_vars": variables},
-                metadata={NAME_KEY: name, STORAGE_KEY: storage},
+                metadata={NAME_KEY: name, STORAGE_KEY: storage, ADDRESS_KEY: address},
             )
         except (RuntimeError, ConnectionError, ValueError) as error:
             raise PlatformError(

@@ -449,7 +449,11 @@ def test_resume_on_a_cluster_uploads_no_job_and_needs_the_storage_that_the_clust
     assert job["entrypoint"] == (
         "python -P -m dmuon_platform.cli resume mine --storage=/mnt/runs --set=train.steps=9"
     )
-    assert job["metadata"] == {"dmuon_name": "mine", "dmuon_storage": "/mnt/runs"}
+    assert job["metadata"] == {
+        "dmuon_name": "mine",
+        "dmuon_storage": "/mnt/runs",
+        "dmuon_address": "http://127.0.0.1:8265",
+    }
     environment = job["runtime_env"]
     assert isinstance(environment, dict)
     assert "working_dir" not in environment

@@ -14,8 +14,9 @@ from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.errors import SpecError
 from dmuon_platform.events import Journal
 from dmuon_platform.handover import leave_handover, newest_launch, read_handover
-from dmuon_platform.spec import JobSpec
+from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.summary import Summary
+from rich.console import Console
 from small_job import small
 
 MINE = "raysubmit_2"
@@ -143,6 +144,24 @@ def as_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", told)
 
 
+def test_a_launch_here_of_what_a_cluster_ran_last_says_that_it_is_here(tmp_path: Path) -> None:
+    spec = finished_job(tmp_path)
+    console = Console()
+    with console.capture() as told:
+        launch._tell_where(spec, None, console)
+    assert told.get().startswith("mine: starting Ray")
+    with DriverLease(spec.run_dir, "10.0.0.1:6379", MINE, "http://h:8265"):
+        pass
+    with console.capture() as told:
+        launch._tell_where(spec, None, console)
+    way = f"`dmuon resume mine --storage={tmp_path} --address http://h:8265` goes on with it there"
+    where = f"mine was run as {MINE} on a cluster last, and goes on on this machine; {way}\n"
+    assert told.get().startswith(where)
+    with console.capture() as told:
+        launch._tell_where(spec, "10.0.0.1:6379", console)
+    assert told.get().startswith("mine: joining Ray at 10.0.0.1:6379")
+
+
 @pytest.mark.usefixtures("as_submitted")
 def test_a_launch_with_nothing_to_do_settles_its_submission_and_the_length(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -155,8 +174,11 @@ def test_a_launch_with_nothing_to_do_settles_its_submission_and_the_length(
     submit_again(spec, "http://127.0.0.1:9")
     status = ["status", "mine", "--storage", str(tmp_path)]
     assert cli.main(status) == 3
-    launch.run_job(spec)
-    assert "nothing to do" in capsys.readouterr().out
+    fewer = JobSpec.model_validate(spec.model_dump() | {"train": {**vars(spec.train), "steps": 5}})
+    for job, recorded in ((fewer, 20), (spec, 10)):
+        launch.run_job(job)
+        assert "nothing to do" in capsys.readouterr().out
+        assert load_job(spec.run_dir / "job.toml").num_steps == recorded
     assert cli.main(status) == 0
     assert "submitted" not in capsys.readouterr().out
 

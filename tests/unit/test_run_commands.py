@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from dmuon_platform import cli, launch
+from dmuon_platform.driver_lease import DriverLease
 from dmuon_platform.events import Journal
 from dmuon_platform.handover import leave_handover, newest_launch
 from dmuon_platform.heartbeat import Heartbeat, Heartbeats, Phase
@@ -129,6 +130,20 @@ def test_what_would_go_on_with_a_run_can_be_typed_where_it_is_told(tmp_path, cap
         leave_run(Path(storage))
         assert dmuon("status", "mine", "--storage", storage) == 75
         assert f"`dmuon resume {words}` goes on with it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("server", "way"),
+    [
+        (None, "submit its job again, which ran as raysubmit_1"),
+        ("http://h:8265", "`dmuon resume mine --storage={} --address http://h:8265` goes on with"),
+    ],
+)
+def test_a_run_of_a_cluster_goes_on_there(server, way, tmp_path, capsys):
+    with DriverLease(leave_run(tmp_path), "10.0.0.1:6379", "raysubmit_1", server):
+        pass
+    assert dmuon("status", "mine", "--storage", tmp_path) == 75
+    assert f"mine: interrupted; {way.format(tmp_path)}" in capsys.readouterr().out
 
 
 def test_what_mlflow_was_not_told_comes_with_the_next_launch(tmp_path, capsys):
