@@ -41,6 +41,9 @@ UNANSWERED = "WorkerHealthCheckTimeoutError"
 GUESSES = re.compile(r"\s*Some common causes include:.*")
 """To the end of its line: what Ray tells of every process that is gone, whatever ended it."""
 
+INNER = re.compile(r"^\s*(class_name|actor_id|namespace): .*\n", re.M)
+"""Lines about a process that is gone which say something within Ray alone."""
+
 NO_MEMORY = re.compile(r"out[ _]of[ _]memory|low on memory", re.I)
 """In what is left then, only of a process that Ray itself has killed for it."""
 
@@ -136,7 +139,7 @@ def _is(error: Any, names: set[str] | frozenset[str]) -> bool:
 
 
 def _plain(error: BaseException) -> str:
-    return GUESSES.sub("", str(error))
+    return INNER.sub("", GUESSES.sub("", str(error)))
 
 
 def _one_line(error: BaseException) -> str:

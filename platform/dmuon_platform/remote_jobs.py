@@ -50,6 +50,9 @@ CHATTY = {
 _LIVELINESS = {JobStatus.RUNNING: 2, JobStatus.PENDING: 1}
 """Higher for one that is still there; ended ones are alike."""
 
+_ENTRYPOINT = "Running entrypoint for job "
+"""Begins what Ray prints in a job's place before the job prints anything."""
+
 _RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- ")
 """Time, level and source line before what Ray itself says."""
 
@@ -128,9 +131,11 @@ def follow_output(client: JobSubmissionClient, submission: str, address: str) ->
 
 
 def last_words(output: str) -> str | None:
-    """Return the last line of what a job has printed, for people; None without one."""
+    """Return the last line of what a job has printed, for people; None where it has not yet."""
     lines = [line for line in terminal_text(output).splitlines() if line.strip()]
-    return _RAY_LINE.sub("", lines[-1]).strip() if lines else None
+    if not lines or lines[-1].startswith(_ENTRYPOINT):
+        return None
+    return _RAY_LINE.sub("", lines[-1]).strip()
 
 
 def complaint(output: str) -> str | None:

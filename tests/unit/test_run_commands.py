@@ -348,6 +348,7 @@ def test_what_a_job_has_printed_is_shown_without_colours_and_where_ray_says_it()
     assert last_words(f"step 1\n{said}\n \n") == "Runtime env is set up."
     assert last_words("\x1b[36m(pid=1)\x1b[0m step 2/9  loss 1.0\n") == "(pid=1) step 2/9  loss 1.0"
     assert last_words("\n") is None
+    assert last_words(f"{said}Running entrypoint for job raysubmit_1: python train.py\n") is None
     assert complaint("dmuon: a\nstep 1\ndmuon: \x1b[1mwrong:\n  x\nGo.\n") == "wrong: x Go."
     assert (complaint("step 1\nKilled\n"), complaint("")) == ("Killed", None)
 
