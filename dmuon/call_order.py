@@ -201,8 +201,8 @@ class CallOrder:
         else:
             message = (
                 "the ranks disagree about the order of calls, so what they exchanged since is "
-                "void; each call on a dedicated model must be made by all of its ranks alike. "
-                "Last calls:"
+                "void; each call on a dedicated model must be made by all of its ranks alike "
+                "(is one under `if rank == 0`, as an evaluation?). Last calls:"
             ) + "".join(f"\n  rank {rank} of the mesh: {_shown(row)}" for rank, row in differ)
         self._failure = CollectiveError(message)
         raise self._failure

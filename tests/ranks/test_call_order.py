@@ -89,6 +89,7 @@ def test_ranks_that_disagree_all_get_an_error_that_says_so(
         error = str(info.value)
         dist.all_gather_object(told, error)
         assert any("disagree" in text for text in told), told
+        assert all("under `if rank == 0`" in text for text in told), told
         with pytest.raises(dmuon.CollectiveError):  # nothing goes on after that
             evaluate(model, optimizer)
 
