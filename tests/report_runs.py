@@ -79,8 +79,10 @@ def restart(folder: Path, step: int, cause: str) -> None:
     Journal(folder).append("restarted", attempt=1, step=step, cause=cause)
 
 
-def launch_and_start(folder: Path, step: int) -> None:
+def launch_and_start(folder: Path, step: int, *changes: str) -> None:
     Journal(folder).append("launched", host="far", pid=7)
+    if changes:
+        Journal(folder).append("job_changed", changes=changes)
     start(folder, step)
 
 

@@ -5,7 +5,6 @@ It imports what a command needs when that runs, so that help is there at once.
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmuon_platform import option_values as read
 from dmuon_platform.errors import PlatformError, exit_code_of
+from dmuon_platform.output import lead_nowhere
 from dmuon_platform.sweep.arguments import add_arguments as _add_sweep
 from dmuon_platform.warning_text import sentences
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("dmuon: interrupted; the same command goes on from here", file=sys.stderr)
         code = exit_code_of(error)
     except BrokenPipeError:  # `dmuon logs mine | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lead_nowhere(sys.stdout.fileno())
         code = NOBODY_READS
     except Exception as error:  # a bug of ours, so the trace is what helps
         traceback.print_exc()

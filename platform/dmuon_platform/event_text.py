@@ -16,6 +16,7 @@ class _Facts(dict[str, Any]):
 
 _SENTENCES = {
     "launched": "launched: process {pid} on {host}",
+    "job_changed": "the job has changed: {changed}",
     "waiting": "waiting for room: {what}",
     "training_started": "{team} from step {step}",
     "evaluated": "evaluation {when}: loss {loss:.4f}{bits}",
@@ -52,6 +53,8 @@ def event_text(event: Mapping[str, Any]) -> str:
     facts = _Facts(event)
     number = len(workers) if isinstance(workers, list) else "?"
     facts["team"] = "1 worker trains" if number == 1 else f"{number} workers train"
+    changes = event.get("changes")
+    facts["changed"] = ", ".join(map(str, changes)) if isinstance(changes, list) else "?"
     is_start = event.get("step") == 0
     facts["when"] = "before the first step" if is_start else f"after step {facts['step']}"
     bits = finite(event, "bits_per_byte")

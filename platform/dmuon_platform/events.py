@@ -14,6 +14,9 @@ EVENTS_FILE = "events.jsonl"
 WAITING = "waiting"
 """Kind of the event that a launch waits for room in its cluster."""
 
+JOB_CHANGED = "job_changed"
+"""Kind of the event that a run goes on with other settings."""
+
 TRACKING_FAILED = "tracking_failed"
 """Kind of the event that MLflow cannot be told everything, from now on."""
 

@@ -20,7 +20,7 @@ from dmuon_platform.errors import GracefulStop, PlatformError, exit_code_of, pro
 from dmuon_platform.evaluation import bigram_bits_per_byte
 from dmuon_platform.event_facts import finite, whole
 from dmuon_platform.event_text import event_text
-from dmuon_platform.events import Journal
+from dmuon_platform.events import JOB_CHANGED, Journal
 from dmuon_platform.export import export_model
 from dmuon_platform.git_state import git_state
 from dmuon_platform.handover import ADDRESS_KEY, settle_handover
@@ -28,6 +28,7 @@ from dmuon_platform.lengthening import rise_of_rate
 from dmuon_platform.metric_names import BITS_PER_BYTE
 from dmuon_platform.model import hf_config
 from dmuon_platform.origin import Start, handed_on, keep_origin, start_of
+from dmuon_platform.output import standard_output
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.ray_session import RaySession
 from dmuon_platform.run_folder import DATA_FOLDER, JOB_FILE, REPORT_FILE, resume_there
@@ -54,7 +55,7 @@ def run_job(spec: JobSpec, console: Console | None = None) -> Summary:
     Raises:
         PlatformError: What is wrong, with an ``exit_code`` for the shell.
     """
-    console = console or Console()
+    console = console or Console(file=standard_output())
     code = git_state(Path.cwd())
     session = RaySession(spec := preflight.resolve(spec))
     # From here on the working folder may go: Ray unpacks an upload again for another of its nodes.
@@ -113,7 +114,7 @@ def _prepare(
     """
     info = start.dataset
     if (spec.run_dir / JOB_FILE).exists():
-        preflight.record_job(spec)
+        _record(spec, console)
     listen = partial(pause, StopFile(spec.run_dir), lease.launch)
     wait_for_room(spec, session, listen, partial(_say, console), settle_s=0.0)
     if info is None:
@@ -123,6 +124,13 @@ def _prepare(
     check_size(info, spec.train.global_batch_size)
     preflight.record_job(spec)
     return info
+
+
+def _record(spec: JobSpec, console: Console) -> None:
+    """Record the job, and tell what has changed since the launch before."""
+    if changes := preflight.record_job(spec):
+        Journal(spec.run_dir).append(JOB_CHANGED, changes=changes)
+        _say(console, f"{spec.name} goes on with another job: {', '.join(changes)}")
 
 
 def _ray_job() -> str | None:

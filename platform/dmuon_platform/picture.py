@@ -149,7 +149,7 @@ def plot(axes: Axes, curve: Curve, label: str, color: str, **style: Any) -> None
 def finish(axes: Axes, run: RunHistory) -> None:
     """Mark where the training began again, and tidy up."""
     for index, step in enumerate(run.starts):
-        label = f"started again ({len(run.starts)} x)" if index == 0 else None
+        label = f"began again ({len(run.starts)} x)" if index == 0 else None
         axes.axvline(step, color=GREY, linewidth=1.0, linestyle="--", label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     tidy(axes)

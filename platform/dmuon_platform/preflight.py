@@ -196,6 +196,13 @@ def _check_steps(spec: JobSpec) -> None:
         )
 
 
-def record_job(spec: JobSpec) -> None:
-    """Leave the resolved job in its run folder, whole or not at all, also after a crash."""
-    write_whole(spec.run_dir / JOB_FILE, spec.to_toml())
+def record_job(spec: JobSpec) -> list[str]:
+    """Leave the resolved job in its run folder, whole or not at all, also after a crash.
+
+    Returns:
+        What has changed since the launch before, as ``key: old -> new``.
+    """
+    file = spec.run_dir / JOB_FILE
+    changes = spec.differences(load_job(file, [])) if file.exists() else []
+    write_whole(file, spec.to_toml())
+    return changes

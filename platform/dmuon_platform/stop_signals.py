@@ -1,6 +1,8 @@
-"""SIGTERM and Ctrl-C at the driver: a request to stop, with a checkpoint where that makes sense."""
+"""SIGTERM, SIGHUP and Ctrl-C at the driver: a request to stop, with a checkpoint if it trains."""
 
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,9 +10,14 @@ from types import FrameType
 from typing import Any, Self
 
 from dmuon_platform.errors import GracefulStop
+from dmuon_platform.output import lead_nowhere
 from dmuon_platform.stop_request import StopFile, StopRequest
 
-NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+NAMES = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP, as its terminal is gone",
+    signal.SIGINT: "Ctrl-C",
+}
 """The reasons of requests that come from here."""
 
 
@@ -19,7 +26,8 @@ class StopSignals:
 
     While workers train, a signal becomes ``stop.json``, and they save and end. Before and after
     that there is nothing to save, so the driver raises `GracefulStop` where it is. Ctrl-C a second
-    time ends it at once; another SIGTERM says nothing new.
+    time ends it at once; another SIGTERM says nothing new. What is ignored when this begins, as
+    SIGHUP is under ``nohup``, stays so.
 
     Args:
         run_dir: The folder of the run.
@@ -37,7 +45,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._file.remove()  # an earlier launch was meant
-        self._before = {each: signal.signal(each, self._hear) for each in NAMES}
+        heard = [each for each in NAMES if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {each: signal.signal(each, self._hear) for each in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,6 +70,8 @@ class StopSignals:
             raise GracefulStop(f"Stopped by {self._reason} after the training.")
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go_of_terminal()
         if self._reason is not None:
             if number == signal.SIGINT:
                 self._say("Ctrl-C: ending at once, without another checkpoint")
@@ -77,3 +88,9 @@ class StopSignals:
             self._file.write(StopRequest.now(self._launch, name))
         except OSError as error:  # no checkpoint could be written either
             raise GracefulStop(f"Stopped by {name} without a checkpoint: {error}.") from error
+
+
+def _let_go_of_terminal() -> None:
+    """Print to nowhere from now on: writing to a terminal that is gone is an error."""
+    # that one was a terminal cannot be asked any more
+    lead_nowhere(*(each for each in (1, 2) if stat.S_ISCHR(os.fstat(each).st_mode)))

@@ -90,7 +90,10 @@ class Tracker:
             return
         goes_on = error is None or exit_code_of(error) in SUBMIT_AGAIN
         problem = None if error is None else problem_of(error)
-        self.finish("KILLED" if goes_on else "FAILED", problem=problem)
+        if isinstance(error, KeyboardInterrupt):
+            self._leave(problem)
+        else:
+            self.finish("KILLED" if goes_on else "FAILED", problem=problem)
 
     def finish(
         self, status: str, timeout_s: float = FINISH_S, *, problem: str | None = None
@@ -104,18 +107,29 @@ class Tracker:
         """
         if status not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
-        self._is_finished = True
-        drain, self._drain = self._drain, None
-        try:
-            self._files.want(status, int(time.time() * 1000), problem)
-        except OSError as error:
-            warnings.warn(f"MLflow will not show how this run ended: {error}", stacklevel=2)
+        drain = self._want(status, problem)
         try:
             if drain is None or not _finish_drain(drain, timeout_s):
                 _drain_once(self._spec.run_dir, self._files, timeout_s)  # it died: another does it
         except OSError as error:
             warnings.warn(f"MLflow was not told everything: {error}", stacklevel=2)
         return delivery(self._spec.run_dir)
+
+    def _leave(self, problem: str | None) -> None:
+        """Wait for nothing; a drain without a driver delivers for some seconds more, and ends."""
+        drain = self._want("KILLED", problem)
+        if drain is not None and drain.stdin is not None:
+            drain.stdin.close()
+
+    def _want(self, status: str, problem: str | None) -> "subprocess.Popen[bytes] | None":
+        """Write down what a tracker shall show in the end; return the drain, which is let go of."""
+        self._is_finished = True
+        drain, self._drain = self._drain, None
+        try:
+            self._files.want(status, int(time.time() * 1000), problem)
+        except OSError as error:
+            warnings.warn(f"MLflow will not show how this run ended: {error}", stacklevel=3)
+        return drain
 
 
 def deliver_pending(spec: JobSpec, timeout_s: float = FINISH_S) -> Delivery:

@@ -60,6 +60,8 @@ class _Story:
                 self.end(GONE)
                 self._began = "launched again" if self._began else "launched"
                 self._is_launch_new = True
+            case "job_changed":
+                self._began += f"; {event_text(event)}"
             case "training_started":
                 self._start(event)
             case "restarted":

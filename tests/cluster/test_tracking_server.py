@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import matplotlib.font_manager  # noqa: F401 - takes the tests' folder before `nothing_stays` hides it
@@ -33,9 +34,13 @@ def nothing_stays(tmp_path, monkeypatch):
     monkeypatch.delenv("MPLCONFIGDIR")  # that of the tests, where a user has none
     monkeypatch.chdir(here)
     yield
-    drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
-    assert drains == []
+    assert drains() == []
     assert [*home.iterdir(), *here.iterdir()] == []
+
+
+def drains() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [each for each in children if "dmuon_platform.drain" in each.cmdline()]
 
 
 def told(spec) -> int:
@@ -172,17 +177,33 @@ def test_a_killed_driver_takes_its_drain_along_after_a_last_delivery(server, tmp
     assert len(history(server.uri, run_id, "train/loss")) == 10
 
 
+def test_ctrl_c_waits_for_no_drain_and_it_tells_the_rest_alone(server, tmp_path: Path):
+    spec = job(tmp_path / "runs", server.uri)
+    with suppress(KeyboardInterrupt), Tracker(spec, {}):
+        train(spec, 1, 10)
+        (drain,) = drains()
+        drain.suspend()
+        raise KeyboardInterrupt
+    assert drain.status() == psutil.STATUS_STOPPED
+    drain.resume()
+    drain.wait(60)
+    run_id = TrackingFiles(spec.run_dir).delivered().run_id
+    assert run_id is not None
+    assert mlflow.MlflowClient(server.uri).get_run(run_id).info.status == "KILLED"
+    assert len(history(server.uri, run_id, "train/loss")) == 10
+
+
 def test_a_killed_drain_is_replaced_at_the_end(server, tmp_path: Path):
     spec = job(tmp_path / "runs", server.uri)
     scratch = TrackingFiles(spec.run_dir).scratch
     with Tracker(spec, {}) as tracker:
         train(spec, 1, 10)
         wait_for(lambda: told(spec) > 0)
-        drains = [p for p in psutil.Process().children() if "dmuon_platform.drain" in p.cmdline()]
-        assert drains[0].environ()["TMPDIR"] == str(scratch)
+        (drain,) = drains()
+        assert drain.environ()["TMPDIR"] == str(scratch)
         (scratch / "tmpabc" / "checkpoints").mkdir(parents=True)  # on its way to MLflow
         (scratch / "tmpdef").touch()
-        drains[0].kill()
+        drain.kill()
         train(spec, 11, 20)
         delivery = tracker.finish("FINISHED")
     assert delivery.is_complete, delivery.problem

@@ -141,7 +141,7 @@ def test_the_numbers_are_those_of_the_lines_of_the_run(run: Path, capsys) -> Non
     assert f"{tenths}{last:.3f} in the last." in page.texts
     assert [row[1:3] for row in page.tables["Owners"][1:]] == [["2", "2.0"], ["1", "1.0"]]
     assert page.tags.count("svg") == page.tags.count("figure") == 10
-    assert page.text.count("started again (1 x)") == 8  # in every picture over the steps
+    assert page.text.count("began again (1 x)") == 8  # in every picture over the steps
     assert "Damaged or missing" not in page.texts
 
 
@@ -178,7 +178,7 @@ def test_each_start_tells_how_it_ended_and_none_what_to_do(tmp_path: Path) -> No
     end(folder, ClusterLost("The cluster is gone.\nRun the job again when there is one."))
     Journal(folder).append("launched", host="far", pid=7)
     end(folder, GracefulStop("Stopped by SIGTERM."))
-    launch_and_start(folder, 25)
+    launch_and_start(folder, 25, "train.steps: 40 -> 50", "mesh.shard: 2 -> 4")
 
     rows = report(folder).tables["Starts of the training"]
     gone = "its command left no word: killed, or its machine lost"
@@ -199,7 +199,11 @@ def test_each_start_tells_how_it_ended_and_none_what_to_do(tmp_path: Path) -> No
             "no worker has been heard of",
             "The cluster is gone.",
         ],
-        ["launched again; before, without a start: Stopped by SIGTERM.", gone],
+        [
+            "launched again; the job has changed: train.steps: 40 -> 50, mesh.shard: 2 -> 4; "
+            "before, without a start: Stopped by SIGTERM.",
+            gone,
+        ],
     ]
     with DriverLease(folder):
         assert report(folder).tables["Starts of the training"][-1][5] == "goes on"

@@ -160,6 +160,8 @@ def test_what_may_change_when_a_run_goes_on() -> None:
         )
     )
     assert later.differences_that_forbid_resume(earlier) == []
+    assert "train.steps: 10 -> 20" in later.differences(earlier)
+    assert earlier.differences(earlier) == []
 
 
 def test_the_best_checkpoints_can_be_told_when_each_has_an_evaluation() -> None:

@@ -147,6 +147,9 @@ def test_a_value_out_of_range_is_refused_with_the_range(
     [
         ({"replicate": 3}, 2, "mesh.replicate: 3 does not divide 2 workers; choose one of 1, 2"),
         ({"replicate": 2, "shard": 2}, 2, "2 x 2 places do not fit 2 workers; set"),
+        ({"replicate": 2, "shard": 2}, 6, "set mesh.replicate = none, for 3 x 2, or resources"),
+        ({"replicate": 3, "shard": 2}, 9, "set mesh.shard = none, for 3 x 3, or resources"),
+        ({"replicate": 3, "shard": 2}, 7, "= 6, or leave one of the two out ('none')"),
         ({"replicate": None, "shard": 3}, 4, "mesh.shard: 3 does not divide 4 workers"),
         ({"replicate": None}, 2, "only one of mesh.replicate and mesh.shard can be inferred"),
         ({"replicate": 2}, {"min": 2, "max": 3}, "2 does not divide 3 workers"),

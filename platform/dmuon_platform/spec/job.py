@@ -22,7 +22,7 @@ from dmuon_platform.spec.model import ModelSpec
 from dmuon_platform.spec.optimizer import OptimizerSpec
 from dmuon_platform.spec.problem import Problem
 from dmuon_platform.spec.resources import ResourcesSpec
-from dmuon_platform.spec.resume import differences_that_forbid_resume
+from dmuon_platform.spec.resume import differences, differences_that_forbid_resume
 from dmuon_platform.spec.schedule import ScheduleSpec
 from dmuon_platform.spec.section import Section
 from dmuon_platform.spec.toml import to_toml
@@ -241,3 +241,7 @@ class JobSpec(Section):
     def differences_that_forbid_resume(self, earlier: "JobSpec") -> list[str]:
         """Return what makes this another run than ``earlier``, as ``key: old -> new``."""
         return differences_that_forbid_resume(earlier, self)
+
+    def differences(self, earlier: "JobSpec") -> list[str]:
+        """Return what has changed since ``earlier``, as ``key: old -> new``."""
+        return differences(earlier, self)

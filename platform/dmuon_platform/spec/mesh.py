@@ -48,9 +48,18 @@ class MeshSpec(Section):
         key = "mesh.replicate" if self.shard is None else "mesh.shard"
         if is_whole:
             rule = f"{self.replicate} x {self.shard} places do not fit {num_workers} workers"
-            way_out = f"set resources.workers = {known}, or leave one of the two out ('none')"
+            way_out = self._way_out(num_workers, known)
         else:
             fitting = ", ".join(str(n) for n in range(1, num_workers + 1) if num_workers % n == 0)
             rule = f"{known} does not divide {num_workers} workers"
             way_out = f"choose one of {fitting}, or another resources.workers"
         return Problem(key, rule, way_out, ("mesh.replicate", "mesh.shard", "resources.workers"))
+
+    def _way_out(self, num_workers: int, known: int) -> str:
+        for key, kept in (("mesh.replicate", self.shard), ("mesh.shard", self.replicate)):
+            if kept is not None and num_workers % kept == 0:
+                other = num_workers // kept
+                sizes = (other, kept) if key == "mesh.replicate" else (kept, other)
+                mesh = " x ".join(map(str, sizes))
+                return f"set {key} = none, for {mesh}, or resources.workers = {known}"
+        return f"set resources.workers = {known}, or leave one of the two out ('none')"

@@ -43,11 +43,16 @@ def base_folder() -> Path:
 
 def differences_that_forbid_resume(earlier: "JobSpec", later: "JobSpec") -> list[str]:
     """Return the keys outside `MAY_CHANGE` that differ, as ``key: old -> new``."""
+    return [each for each in differences(earlier, later) if not _may_change(each.split(":")[0])]
+
+
+def differences(earlier: "JobSpec", later: "JobSpec") -> list[str]:
+    """Return all keys that differ, as ``key: old -> new``; paths of other uploads do not."""
     was, now = (flat(one.model_dump(mode="json")) for one in (earlier, later))
     return [
         f"{key}: {was.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key) and not _may_change(key)
+        if was.get(key) != now.get(key)
         if not (key in PATHS and _is_one_place(was.get(key), now.get(key)))
     ]
 
