@@ -35,7 +35,7 @@ SIGNALLED = 128
 """Exit codes above are of processes that a signal ended; they also come as negative numbers."""
 
 REFUSALS = frozenset({RUNNING, SpecError.exit_code, NoSuchRun.exit_code})
-"""Exit codes of submissions that have started nothing, so they say nothing of their run."""
+"""Exit codes of submissions that could not go on with their run, and have left it as it was."""
 
 DIED = "JOB_SUPERVISOR_ACTOR_DIED"
 
@@ -104,7 +104,7 @@ def jobs_of(client: JobSubmissionClient, address: str) -> list[JobDetails]:
     """
     try:
         return client.list_jobs()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, AuthenticationError) as error:
         raise NoJobServer(
             f"The job server at {address} does not list its jobs "
             f"({without_credentials(str(error))}). See the log of its "
@@ -212,6 +212,8 @@ class RemoteJobs:
         state, code = verdict(job.status, job.driver_exit_code, job.error_type)
         output = self._client.get_job_logs(job.submission_id)
         later = refused_since(job, jobs)
+        if later is not None and job.status.is_terminal() and later.driver_exit_code != RUNNING:
+            _, code = verdict(later.status, later.driver_exit_code)  # as another launch would end
         facts: dict[str, Any] = {
             "name": (job.metadata or {}).get(NAME_KEY, name),
             "submission": job.submission_id,

@@ -215,14 +215,36 @@ def test_who_follows_a_job_ends_as_it_did(
     assert cli.main([*submit, "--follow"]) == code
 
 
+@pytest.mark.parametrize(("exit_code", "code"), [(78, 78), (66, 66), (3, 75)])
+def test_a_later_submission_that_was_refused_keeps_a_scheduler_from_launching_again(
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    exit_code: int,
+    code: int,
+) -> None:
+    server.jobs = [{"metadata": {"dmuon_name": "mine", "dmuon_storage": "/runs"}}] * 2
+    stopped, refused = server.list_jobs()
+    stopped.status, stopped.start_time = JobStatus.STOPPED, 1
+    refused.status, refused.start_time = JobStatus.FAILED, 2
+    refused.driver_exit_code = exit_code
+    monkeypatch.setattr(server, "list_jobs", lambda: [stopped, refused])
+    assert cli.main(["status", "mine", "--address", "http://127.0.0.1:8265"]) == code
+    told = capsys.readouterr().out
+    assert "mine: stopped, as" in told
+    assert "submitted later, was refused: trained" in told
+
+
 class FailingServer(BaseHTTPRequestHandler):
     """A job server whose dashboard is there, and the rest of it is not."""
+
+    code = 500
 
     def do_GET(self) -> None:
         is_greeting = self.path == "/api/version"
         answer = {"version": "4", "ray_version": "2", "ray_commit": "x", "session_name": "y"}
         body = json.dumps(answer).encode() if is_greeting else b"out of order"
-        self.send_response(200 if is_greeting else 500)
+        self.send_response(200 if is_greeting else self.code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -231,11 +253,16 @@ class FailingServer(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize("code", [500, 401])
 @pytest.mark.parametrize("command", [["submit", TINY], ["status", "x"], ["stop", "x"]])
 def test_a_job_server_that_fails_is_told_in_a_sentence(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(FailingServer, "code", code)
     with ThreadingHTTPServer(("127.0.0.1", 0), FailingServer) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
