@@ -41,7 +41,7 @@ UNANSWERED = "WorkerHealthCheckTimeoutError"
 GUESSES = re.compile(r"\s*Some common causes include:.*")
 """To the end of its line: what Ray tells of every process that is gone, whatever ended it."""
 
-INNER = re.compile(r"^\s*(class_name|actor_id|namespace): .*\n", re.M)
+INNER = re.compile(r"^\t(class_name|actor_id|namespace): \S+\n", re.M)
 """Lines about a process that is gone which say something within Ray alone."""
 
 NO_MEMORY = re.compile(r"out[ _]of[ _]memory|low on memory", re.I)
