@@ -135,12 +135,13 @@ def test_the_registered_model_generates_text_with_transformers(
 
 def test_a_finished_job_says_so_and_does_nothing(reference):
     run, _ = reference
-    before = (run.folder / "events.jsonl").read_text()
+    before = [(run.folder / name).read_text() for name in ("events.jsonl", "job.toml")]
     for fewer in ([], ["--set", f"train.steps={driver.STEPS // 2}"]):
         code, output = driver.run("run", run.job, *fewer)
         assert code == 0, output
         assert "already finished" in output
-    assert (run.folder / "events.jsonl").read_text() == before
+    after = [(run.folder / name).read_text() for name in ("events.jsonl", "job.toml")]
+    assert after == before
 
 
 def test_after_a_killed_worker_the_run_is_bit_for_bit_the_undisturbed_one(
