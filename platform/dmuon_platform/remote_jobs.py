@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
@@ -77,6 +78,12 @@ def connect(address: str) -> JobSubmissionClient:
             f"No Ray job server can be at --address {shown}: its address begins with http://, as "
             "http://HOST:8265."
         )
+    try:
+        urlsplit(address).port  # noqa: B018 - reading it checks it
+    except ValueError as error:
+        raise NoJobServer(
+            f"--address {shown} cannot be an address: {error}. Write it as http://HOST:8265."
+        ) from error
     for module, level in CHATTY.items():
         logging.getLogger(module).setLevel(level)
     try:

@@ -312,6 +312,16 @@ def test_what_is_no_job_server_is_told_as_that_and_not_in_rays_words(
     assert "Version check" not in told
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:99999", "http://[::1", "http://a:b"])
+def test_what_can_be_no_address_is_told_as_that(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "x", "--address", address]) == 69
+    told = capsys.readouterr().err
+    assert f"--address {address} cannot be an address: " in told
+    assert "Write it as http://HOST:8265." in told
+
+
 @pytest.mark.parametrize("storage", ["runs", "/mnt/my runs"])
 def test_a_stopped_job_is_told_with_the_command_that_goes_on_with_it(
     server: FakeServer, capsys: pytest.CaptureFixture[str], storage: str
