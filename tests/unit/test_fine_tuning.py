@@ -116,14 +116,33 @@ def _pickle_code(folder: Path) -> None:
     torch.save({"a": Path("x")}, folder / "pytorch_model.bin")
 
 
+def _pickle_old_code(folder: Path) -> None:
+    _remove(folder)
+    file = folder / "pytorch_model.bin"
+    torch.save({"a": Path("x")}, file, _use_new_zipfile_serialization=False)
+
+
+def _pickle_a_list(folder: Path) -> None:
+    _remove(folder)
+    torch.save([1, 2], folder / "pytorch_model.bin")
+
+
+def _pickle_more_than_tensors(folder: Path) -> None:
+    _remove(folder)
+    torch.save({"step": 3, "model": {"a": torch.ones(2)}}, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (_remove, "has a config.json but no weights"),
         (_cut, "are cut or damaged"),
-        (_cut_a_pickle, "one that Git LFS keeps comes with"),
+        (_cut_a_pickle, "are cut or damaged (torch.load cannot read them). Copy or"),
         (_cut_an_old_pickle, "one that Git LFS keeps comes with"),
-        (_pickle_code, "torch.load with weights_only=True refuses them"),
+        (_pickle_code, "write model.state_dict() with torch.save, or with safetensors"),
+        (_pickle_old_code, "write model.state_dict() with torch.save, or with safetensors"),
+        (_pickle_a_list, "holds other things than a dict of tensors"),
+        (_pickle_more_than_tensors, "holds other things than a dict of tensors"),
         (_point_to_large_files, "one that Git LFS keeps comes with"),
         (_lose_a_shard, "lacks the weights model-00002-of-00002.safetensors"),
         (_break_the_index, "cannot be read as an index of weights"),
@@ -142,10 +161,31 @@ def test_weights_that_are_not_all_there_are_refused(
     assert f"model.path: {'the weights ' if 'Git' in text else ''}{folder}" in text
 
 
-def test_pickled_weights_beside_others_are_not_read(
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "model.safetensors.index.json",
+        "adapter_model.safetensors",
+    ],
+)
+def test_what_lies_beside_the_weights_is_not_looked_at(
+    folder: Path, validate: Callable[..., tuple[int, str]], stray: str
+) -> None:
+    (folder / stray).write_text('{"weight_map": {"a": "no-such-file"}}')
+    assert validate()[0] == 0
+
+
+def test_pickled_weights_that_their_index_does_not_name_are_not_looked_at(
     folder: Path, validate: Callable[..., tuple[int, str]]
 ) -> None:
-    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    _remove(folder)
+    one, other = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    torch.save({"a": torch.ones(9)}, folder / one)
+    (folder / other).write_bytes(b"PK")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": one}}), encoding="utf-8")
     assert validate()[0] == 0
 
 
