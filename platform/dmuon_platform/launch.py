@@ -92,7 +92,7 @@ def _run(spec: JobSpec, session: RaySession, code: dict[str, Any], console: Cons
     ):
         info = _prepare(spec, start, session, lease, console)
         with Tracker(spec, _facts(spec, info, code)) as tracker:
-            with ProgressView(spec, console) as view, signals.training():
+            with ProgressView(spec, console) as view, signals.training(view.end):
                 driving = Driving(start.spec, session, view, lease.launch, _told(spec, start, info))
                 trained = _train(spec, journal, driving, view, earlier)
             session.close()

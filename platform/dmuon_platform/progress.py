@@ -67,7 +67,7 @@ class ProgressView:
         self._last_line_at = -PLAIN_EVERY_S
         self._is_over = False
         self._bar = None
-        if console.is_terminal:
+        if console.is_interactive:  # on a dumb terminal it would be drawn but once
             self._bar = ProgressBar(spec.name, spec.num_steps, console, clock)
 
     @property

@@ -40,6 +40,7 @@ class StopSignals:
         self._launch = launch
         self._say = say
         self._is_training = False
+        self._end_view: Callable[[], None]
         self._reason: str | None = None
         self._before: dict[int, Any] = {}
 
@@ -55,12 +56,16 @@ class StopSignals:
         self._file.remove()
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def training(self, end_view: Callable[[], None]) -> Iterator[None]:
         """While this lasts, whoever watches the workers honours the request.
+
+        Args:
+            end_view: Called before a request is answered, so that its answer is the last word.
 
         Raises:
             GracefulStop: A signal came when the training was about to end anyway.
         """
+        self._end_view = end_view
         self._is_training = True
         try:
             yield
@@ -80,6 +85,7 @@ class StopSignals:
         name = self._reason = NAMES[signal.Signals(number)]
         if not self._is_training:
             raise GracefulStop(f"Stopped by {name}.")
+        self._end_view()
         self._say(
             f"{name}: stopping, with a checkpoint after this step if the training has begun; "
             "Ctrl-C now ends it at once"

@@ -3,16 +3,19 @@
 import io
 import math
 import re
+import signal
 import time
 from functools import partial
 
 import pytest
 from dmuon_platform import launch
+from dmuon_platform.errors import GracefulStop
 from dmuon_platform.events import Journal
 from dmuon_platform.progress import ProgressView
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.spool import MetricsSpool
 from dmuon_platform.stop_request import After
+from dmuon_platform.stop_signals import StopSignals
 from dmuon_platform.store import CheckpointStore
 from rich.console import Console
 from small_job import small
@@ -21,12 +24,15 @@ from small_job import small
 class Launch:
     """A training that takes a second a step, as it is seen every half a second."""
 
-    def __init__(self, spec: JobSpec, *, terminal: bool = False, width: int = 200) -> None:
+    def __init__(
+        self, spec: JobSpec, *, terminal: bool = False, width: int = 200, kind: str = "xterm"
+    ) -> None:
         self.now = 0.0
         self.out = io.StringIO()
         self.journal = Journal(spec.run_dir)
         self._spool = MetricsSpool(spec.run_dir)
-        console = Console(file=self.out, force_terminal=terminal, width=width)
+        environ = {"TERM": kind}
+        console = Console(file=self.out, force_terminal=terminal, width=width, _environ=environ)
         self.view = ProgressView(spec, console, lambda: self.now)
 
     def start(self, step: int) -> None:
@@ -147,6 +153,27 @@ def test_nothing_is_drawn_after_the_word_that_the_run_has_stopped(spec, terminal
     last = launch.plain().partition("stopped after")[0].rstrip().splitlines()[-1]
     assert "13/100  loss 7.692  1 tokens/s" in last
     assert "left" not in last
+
+
+def test_the_bar_ends_with_the_answer_to_who_stops_the_run(spec):
+    launch = Launch(spec, terminal=True, width=20)
+    signals = StopSignals(spec.run_dir, "launch", launch.view.say)
+    stopped = pytest.raises(GracefulStop)
+    with stopped, signals, launch.view, signals.training(launch.view.end):
+        launch.start(0)
+        launch.train(1, 9)
+        signal.raise_signal(signal.SIGINT)
+        launch.train(10, 12)
+    assert launch.out.getvalue().endswith("Ctrl-C now ends it at once\n")
+    assert "9/100" in launch.plain().partition("Ctrl-C: stopping")[0].splitlines()[-1]
+
+
+def test_a_terminal_that_cannot_draw_over_a_line_gets_plain_lines(spec):
+    launch = Launch(spec, terminal=True, kind="dumb")
+    with launch.view:
+        launch.start(0)
+        launch.train(1, 6)
+    assert launch.steps() == ["1", "6"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -28,7 +28,7 @@ def test_a_second_sigterm_while_the_first_is_written_down_costs_no_checkpoint(
     signals = StopSignals(tmp_path, "launch", said.append)
     with signals:
         stopped = pytest.raises(GracefulStop, match="after the training")
-        with stopped, signals.training():
+        with stopped, signals.training(lambda: None):
             signal.raise_signal(signal.SIGTERM)
         request = StopFile(tmp_path).read("launch")
     assert request is not None, "the workers were asked to save"
@@ -42,7 +42,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_so(tmp_path: Path) -> None:
     signals = StopSignals(tmp_path, "launch", said.append)
     with signals:
         twice = pytest.raises(KeyboardInterrupt)
-        with twice, signals.training():
+        with twice, signals.training(lambda: None):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
     assert "with a checkpoint after this step if the training has begun" in said[0]
