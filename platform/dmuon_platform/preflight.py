@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ def _unwritable(folder: Path, why: str) -> PlatformError:
 def check_from_afar(spec: JobSpec) -> None:
     """Refuse what a launch on another machine will, where it sees the same storage as this one.
 
-    Who may write there is not looked at: that other launch may be another user's.
+    What may not be read here is passed over, and who may write is not looked at: that other launch
+    may be another user's.
 
     Raises:
         PlatformError: The run folder cannot be one.
@@ -111,7 +112,7 @@ def check_from_afar(spec: JobSpec) -> None:
     there = next(each for each in (spec.run_dir, *spec.run_dir.parents) if os.path.exists(each))
     if not there.is_dir():
         raise _unwritable(spec.run_dir, os.strerror(errno.ENOTDIR))
-    if os.access(spec.run_dir / JOB_FILE, os.R_OK):
+    with suppress(PermissionError):
         check_earlier_run(with_tokenizer_of_model(spec))
 
 

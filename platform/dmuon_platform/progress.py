@@ -153,7 +153,7 @@ class ProgressView:
         facts = {}
         metrics = {} if self._latest is None else self._latest.metrics
         if TRAIN_LOSS in metrics:
-            facts["loss"] = f"loss {metrics['train/loss']:.3f}"
+            facts["loss"] = f"loss {metrics[TRAIN_LOSS]:.3f}"
             facts["speed"] = f"{metrics[TOKENS_PER_S]:,.0f} tokens/s"
         if self._checkpoint is not None:
             facts["checkpoint"] = f"checkpoint {self._checkpoint}"

@@ -1,5 +1,8 @@
 """A job that is launched where a run of its name has been."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 from dmuon_platform.errors import SpecError
 from dmuon_platform.events import Journal
 from dmuon_platform.lengthening import rise_of_rate
-from dmuon_platform.preflight import check_earlier_run
+from dmuon_platform.preflight import check_earlier_run, check_from_afar
 from dmuon_platform.spec import JobSpec, job_of
 from dmuon_platform.store import CheckpointStore
 from small_job import small
@@ -35,6 +38,31 @@ def test_fewer_steps_than_were_done_are_refused_unless_the_run_has_finished(tmp_
     Journal(spec.run_dir).append("finished", steps=30)
     check_earlier_run(wants(tmp_path, 20))  # there is nothing to do
     check_earlier_run(wants(tmp_path, 40))
+
+
+@contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Nobody may read the folder meanwhile, root neither."""
+    user = os.geteuid()
+    folder.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+
+
+def test_what_may_not_be_read_from_afar_is_left_to_the_launch(tmp_path: Path) -> None:
+    spec = left(tmp_path, done=30, train__steps=40)
+    other = job_of(small(storage=str(tmp_path), train__steps=20))
+    with pytest.raises(SpecError, match="'small' has done 30"):
+        check_from_afar(other)
+    with closed(spec.run_dir / "checkpoints"):
+        check_from_afar(other)
+    with closed(spec.run_dir):
+        check_from_afar(other)
 
 
 def test_a_run_that_went_on_after_its_end_is_not_finished_there(tmp_path: Path) -> None:
