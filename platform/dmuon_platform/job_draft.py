@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     kind = "GPUs" if hardware.has_gpus else "CPU workers"
     print(f"Wrote {target} for {hardware.num_workers} {kind}. Next:\n")
     quoted = shlex.quote(str(target))
-    print(f"  dmuon validate {quoted}\n  dmuon run {quoted}")
+    print(f"  dmuon validate {quoted}\n  dmuon run {quoted}\n")
+    print(f"or, on a Ray cluster, dmuon submit {quoted} --address http://HOST:8265")
     _tell_short_text(spec)
     return 0
 
@@ -77,7 +78,7 @@ def _tell_short_text(spec: JobSpec) -> None:
         if info is not None:
             check_size(info, spec.train.global_batch_size)
     except SpecError as error:
-        print(f"\nBoth will refuse it as it stands: {error}")
+        print(f"\nEach of them will refuse it as it stands: {error}")
 
 
 def draft(

@@ -104,8 +104,13 @@ def _conclusions(forecast: "dmuon.Forecast") -> Iterator[str]:
         f"{forecast.newton_schulz_share:.2%} of all operations."
     )
     if forecast.overhead is not None:
-        longer = "longer" if forecast.overhead >= 0 else "less"
-        yield f"A step takes {abs(forecast.overhead):.1%} {longer} than with AdamW under FSDP2."
+        yield f"A step takes {_as_long(forecast.overhead)} with AdamW under FSDP2."
         yield f"It is limited by {forecast.limit}."
     for line in forecast.advice:
         yield f"- {line}."
+
+
+def _as_long(overhead: float) -> str:
+    if overhead >= 1:
+        return f"{1 + overhead:.1f} times as long as"
+    return f"{abs(overhead):.1%} {'longer' if overhead >= 0 else 'less'} than"

@@ -65,7 +65,7 @@ class ProgressView:
         self._first: tuple[float, int] | None = None
         """When this attempt was first seen to have come forward, and how far it was then."""
         self._last_line_at = -PLAIN_EVERY_S
-        self._is_over = False
+        self._is_over, self._is_starting = False, True
         self._bar = None
         if console.is_interactive:  # on a dumb terminal it would be drawn but once
             self._bar = ProgressBar(spec.name, spec.num_steps, console, clock)
@@ -131,10 +131,12 @@ class ProgressView:
             self._checkpoint = event["step"]
         elif event["kind"] == "restarted":
             self._restarts += 1
+            self._is_starting = True
         elif event["kind"] == "training_started":
             self._begin_attempt(event)
 
     def _begin_attempt(self, event: dict[str, Any]) -> None:
+        self._is_starting = False
         self._first = None  # the time between attempts says nothing about steps
         if self._latest is None or self._latest.time < event["time"]:  # else it is behind it
             self._latest = None
@@ -150,7 +152,7 @@ class ProgressView:
 
     def _facts(self, *, last: bool) -> dict[str, str]:
         """Return what there is to say beside the step, by its name in a `ProgressBar`."""
-        facts = {}
+        facts = {"doing": "starting workers"} if self._is_starting and not last else {}
         metrics = {} if self._latest is None else self._latest.metrics
         if TRAIN_LOSS in metrics:
             facts["loss"] = f"loss {metrics[TRAIN_LOSS]:.3f}"

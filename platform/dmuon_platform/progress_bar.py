@@ -14,10 +14,16 @@ LEAST_BAR, MOST_BAR = 10, 40
 
 GAP = "  "
 
-IMPORTANCE = ("step", "loss", "left", "speed", "bar", "checkpoint", "restarts", "name", "elapsed")
+IMPORTANCE = (
+    *("step", "doing", "loss", "left", "speed"),
+    *("bar", "checkpoint", "restarts", "name", "elapsed"),
+)
 """The parts of the line. Those that do not fit are left out, from the last one on."""
 
-PLACES = ("name", "bar", "step", "loss", "speed", "checkpoint", "restarts", "left", "elapsed")
+PLACES = (
+    *("name", "bar", "step", "doing", "loss", "speed"),
+    *("checkpoint", "restarts", "left", "elapsed"),
+)
 """The same, from left to right."""
 
 STYLES = {"step": "progress.download", "elapsed": "progress.elapsed"}

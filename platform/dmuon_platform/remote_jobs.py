@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from dmuon_platform.causes import GUESSES
 from dmuon_platform.errors import (
     INTERRUPTED,
     RUNNING,
@@ -124,7 +125,7 @@ def follow_output(client: JobSubmissionClient, submission: str, address: str) ->
 
     async def show() -> None:
         async for text in client.tail_job_logs(submission):
-            print(terminal_text(text), end="", flush=True)
+            print(_shown(text), end="", flush=True)
 
     try:
         asyncio.run(show())
@@ -135,6 +136,11 @@ def follow_output(client: JobSubmissionClient, submission: str, address: str) ->
         )
         return False
     return True
+
+
+def _shown(output: str) -> str:
+    """Return what a job has printed without Ray's guesses at what ended a worker."""
+    return terminal_text(GUESSES.sub("", output))
 
 
 def last_words(output: str) -> str | None:
@@ -268,7 +274,7 @@ class RemoteJobs:
         if follow:
             follow_output(self._client, submission, self._address)
         else:
-            print(terminal_text(self._client.get_job_logs(submission)), end="")
+            print(_shown(self._client.get_job_logs(submission)), end="")
         return 0
 
     def stop(self, name: str, *, wait: bool) -> int:

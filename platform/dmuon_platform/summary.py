@@ -87,12 +87,17 @@ def _tracked_lines(delivery: Delivery, alias: str) -> Iterator[tuple[str, str]]:
         yield "MLflow", f"not reached: {delivery.problem}. Launch the job again to tell it."
         return
     yield "MLflow run", delivery.run_id
-    served = delivery.uri.startswith("http")
-    how = delivery.uri if served else f"mlflow ui --backend-store-uri {delivery.uri}"
-    yield "  to see it", how
+    yield "  to see it", _way_to_see(delivery)
     if delivery.model_name is not None and delivery.model_version is not None:
         place = "/latest" if alias.lower() == "latest" else f"@{alias}"
         name = f"models:/{delivery.model_name}{place}"
         yield "registered model", f"{name} (version {delivery.model_version})"
     if not delivery.is_complete:
         yield "  not all is told", f"{delivery.problem}. Launch the job again to tell the rest."
+
+
+def _way_to_see(delivery: Delivery) -> str:
+    if not delivery.uri.startswith("http"):
+        return f"mlflow ui --backend-store-uri {delivery.uri}"
+    page = f"{delivery.uri.rstrip('/')}/#/experiments/{delivery.experiment_id}"
+    return f"{page}/runs/{delivery.run_id}"

@@ -215,6 +215,25 @@ def test_who_follows_a_job_ends_as_it_did(
     assert cli.main([*submit, "--follow"]) == code
 
 
+@pytest.mark.parametrize("follow", [[], ["--follow"]])
+def test_logs_of_a_submission_leave_out_what_ray_guesses(
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    follow: list[str],
+) -> None:
+    line = "(raylet) worker 7 is gone. Some common causes include: (1) the OOM killer, (2) more.\n"
+    server.jobs.append({"metadata": {"dmuon_name": "mine"}})
+    monkeypatch.setattr(server, "get_job_logs", lambda _: f"{line}step 1\n")
+
+    async def tail(_submission: str) -> AsyncIterator[str]:
+        yield f"{line}step 1\n"
+
+    monkeypatch.setattr(server, "tail_job_logs", tail)
+    assert cli.main(["logs", "mine", "--address", "http://127.0.0.1:8265", *follow]) == 0
+    assert capsys.readouterr().out == "(raylet) worker 7 is gone.\nstep 1\n"
+
+
 @pytest.mark.parametrize(("exit_code", "code"), [(78, 78), (66, 66), (3, 75)])
 def test_a_later_submission_that_was_refused_keeps_a_scheduler_from_launching_again(
     server: FakeServer,

@@ -109,13 +109,17 @@ def test_the_only_field_with_text_is_written_and_of_several_one_must_be_named(
     "given", [["--data", "a.txt", "b.txt"], ["--data", "a.txt", "--data", "b.txt"]]
 )
 def test_all_files_that_are_named_are_in_the_job(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):
         Path(name).write_text("words " * 5000, encoding="utf-8")
     assert cli.main(["init", "job.toml", *given]) == 0
     assert list(load_job(Path("job.toml")).data.source) == ["a.txt", "b.txt"]
+    assert "or, on a Ray cluster, dmuon submit job.toml" in capsys.readouterr().out
 
 
 def test_a_text_that_the_next_command_refuses_is_told_of(
@@ -130,7 +134,7 @@ def test_a_text_that_the_next_command_refuses_is_told_of(
         code = cli.main(["validate", "job.toml"])
         _, _, refusal = capsys.readouterr().err.partition("dmuon: ")
         assert code == (0 if length == 9000 else 78)
-        assert ("Both will refuse it as it stands: " in told) == (code == 78)
+        assert ("Each of them will refuse it as it stands: " in told) == (code == 78)
         assert refusal in told
 
 

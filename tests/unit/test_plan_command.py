@@ -1,6 +1,7 @@
 """``dmuon plan``: what it prints and writes, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_a_plan_for_sixteen_thousand_gpus_tells_time_and_advice(
     assert "16,300 of 16,384 ranks own no matrix: there are 84" in printed
     assert "than with AdamW under FSDP2" in printed
     assert "mesh 2048 x 8 (replicate x shard) would take" in printed
+
+
+def test_a_step_that_takes_several_times_as_long_is_told_as_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    batch = ["train.global_batch_size=1", "train.micro_batch_size=1", "data.sequence_length=64"]
+    changes = ["--set", *batch, "mesh.replicate=none", "mesh.shard=1"]
+    job = "jobs/llama_1b_hsdp.toml"
+    assert cli.main(["plan", job, "--workers", "1", *CLUSTER, *changes]) == 0
+    assert re.search(r"takes \d+\.\d times as long as with AdamW", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

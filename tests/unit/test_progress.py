@@ -140,6 +140,22 @@ def test_a_terminal_gets_the_same_pace(spec):
         assert "50 s left" in launch.out.getvalue()
 
 
+def test_a_terminal_is_told_while_workers_are_started(spec):
+    launch = Launch(spec, terminal=True)
+    with launch.view:
+        launch.view.say("first")  # and with it the bar is drawn
+        assert "0/100  starting workers" in launch.plain()
+        launch.start(0)
+        launch.train(1, 20)
+        launch.out.truncate(launch.out.seek(0))
+        launch.view.say("meanwhile")
+        assert "starting workers" not in launch.plain()
+        launch.journal.append("restarted", step=20, cause="rank 1 died")
+        launch.view.refresh()
+        launch.view.say("again")
+        assert "20/100  starting workers" in launch.plain()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_nothing_is_drawn_after_the_word_that_the_run_has_stopped(spec, terminal):
     launch = Launch(spec, terminal=terminal)
