@@ -223,7 +223,7 @@ def _submit_refused(server: tuple[str, str], *submit: str) -> None:
     assert code == 0, told
     driver.wait_until(lambda: "was refused: 'watched' was" in _ask("status", *server)[1])
     code, told = _ask("status", *server)
-    assert (code, "watched: stopped" in told) == (75, True), told
+    assert (code, "watched: stopped" in told) == (78, True), told
     assert "optimizer.lr: 0.02 -> 0.5" in told
 
 

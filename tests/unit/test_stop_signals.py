@@ -61,7 +61,7 @@ folder = Path(sys.argv[1])
 sys.stdout = standard_output()
 with StopSignals(folder, "launch", lambda text: print(text, flush=True)) as signals:
     try:
-        with signals.training():
+        with signals.training(lambda: None):
             (folder / "trains").touch()
             while (request := StopFile(folder).read("launch")) is None:
                 print("step", flush=True)
