@@ -157,11 +157,18 @@ def finish(axes: Axes, run: RunHistory) -> None:
     axes.legend(frameon=False, fontsize=9, loc="best" if are_few else "upper right")
 
 
+class _PlainLogFormatter(LogFormatter):
+    """Labels the ticks that its base does, which writes those below 1 with an exponent."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def use_decades(axes: Axes) -> None:
     """Make the axis of values logarithmic, with plain numbers at it."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
+    axes.yaxis.set_minor_formatter(_PlainLogFormatter(minor_thresholds=(1, 0.4)))
 
 
 def tidy(axes: Axes) -> None:

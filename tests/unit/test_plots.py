@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from dmuon_platform import cli
 from dmuon_platform.events import Journal
+from dmuon_platform.picture import use_decades
 from dmuon_platform.plots import draw_plots
 from dmuon_platform.spool import MetricsSpool
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 PLAN = {
@@ -79,3 +81,14 @@ def test_plot_draws_where_it_is_told_to(tmp_path, capsys):
     (tmp_path / "a_file").touch()
     assert cli.main([*arguments[:-1], str(tmp_path / "a_file")]) == 1
     assert "--output" in capsys.readouterr().err
+
+
+def test_numbers_along_decades_are_plain():
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1, 2, 3], [0.55, 2.0, 8.0])
+    use_decades(axes)
+    figure.canvas.draw()
+    labels = [each.get_text() for each in axes.get_yticklabels(which="both")]
+    assert "0.6" in labels
+    assert not [each for each in labels if "e" in each]
