@@ -68,7 +68,8 @@ def test_a_job_survives_the_way_to_a_worker() -> None:
 @given(
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     storage=st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
-        lambda text: ":/" not in text and "\0" not in text  # a URL is refused, and no path
+        # a URL is refused, a NUL is in no path, and ~ begins the name of a user who may not be here
+        lambda text: ":/" not in text and "\0" not in text and not text.startswith("~")
     ),
     lr=st.floats(0, 1e6),
     every=st.none() | st.integers(1, 10**9),
