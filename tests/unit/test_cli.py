@@ -8,9 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import ClassVar
 
 import pytest
@@ -23,6 +21,7 @@ from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.warning_text import sentences
 from ray._private.runtime_env import packaging
 from ray.job_submission import JobDetails, JobStatus, JobType
+from served import Quiet, served
 from small_job import small
 
 import dmuon
@@ -254,22 +253,16 @@ def test_a_later_submission_that_was_refused_keeps_a_scheduler_from_launching_ag
     assert "submitted later, was refused: trained" in told
 
 
-class FailingServer(BaseHTTPRequestHandler):
+class FailingServer(Quiet):
     """A job server whose dashboard is there, and the rest of it is not."""
 
     code = 500
 
-    def do_GET(self) -> None:
+    def reply(self) -> tuple[int, bytes]:
         is_greeting = self.path == "/api/version"
         answer = {"version": "4", "ray_version": "2", "ray_commit": "x", "session_name": "y"}
         body = json.dumps(answer).encode() if is_greeting else b"out of order"
-        self.send_response(200 if is_greeting else self.code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        return (200 if is_greeting else self.code), body
 
 
 @pytest.mark.parametrize("code", [500, 401])
@@ -282,18 +275,16 @@ def test_a_job_server_that_fails_is_told_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(FailingServer, "code", code)
-    with ThreadingHTTPServer(("127.0.0.1", 0), FailingServer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with served(FailingServer) as place:
+        address = f"http://{place}"
         assert cli.main([*command, "--address", address]) == 69
-        server.shutdown()
     assert f"The job server at {address} does not list its jobs" in capsys.readouterr().err
 
 
-class OtherServer(BaseHTTPRequestHandler):
+class OtherServer(Quiet):
     """Another program that speaks HTTP; what it answers is the first part of the path."""
 
-    answers: ClassVar = {
+    answers: ClassVar[dict[str, tuple[int, bytes]]] = {
         "not-found": (404, b""),
         "broken": (500, b""),
         "page": (200, b"<html>"),
@@ -302,26 +293,17 @@ class OtherServer(BaseHTTPRequestHandler):
         "guarded": (401, b"who are you?"),
     }
 
-    def do_GET(self) -> None:
-        code, body = self.answers[self.path.split("/")[1]]
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def reply(self) -> tuple[int, bytes]:
+        return self.answers[self.path.split("/")[1]]
 
 
 @pytest.mark.parametrize("kind", OtherServer.answers)
 def test_what_is_no_job_server_is_told_as_that_and_not_in_rays_words(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/{kind}"
+    with served(OtherServer) as place:
+        address = f"http://{place}/{kind}"
         assert cli.main(["status", "x", "--address", address]) == 69
-        server.shutdown()
     told = capsys.readouterr().err
     if kind == "guarded":
         assert "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head" in told

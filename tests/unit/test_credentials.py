@@ -2,9 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from dmuon_platform import cli
@@ -20,6 +18,7 @@ from dmuon_platform.tracked_run import is_reachable
 from dmuon_platform.tracking import describe
 from dmuon_platform.tracking_files import TrackingFiles
 from gate import gate
+from served import Quiet, served
 from small_job import small
 
 
@@ -120,22 +119,15 @@ def test_the_password_of_a_job_server_is_not_told(capsys: pytest.CaptureFixture[
     assert "s3cret" not in told
 
 
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"3.0")
-
-    def log_message(self, *_: object) -> None:
-        pass
+class Answer(Quiet):
+    def reply(self) -> tuple[int, bytes]:
+        return 200, b"3.0"
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+    with served(Answer) as place:
+        yield int(place.rpartition(":")[2])
 
 
 def test_a_server_with_a_password_can_be_reached_and_none_is_told(port: int) -> None:

@@ -3,9 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import ClassVar
 
 import pytest
@@ -17,32 +15,25 @@ from dmuon_platform.handover import leave_handover, newest_launch, read_handover
 from dmuon_platform.spec import JobSpec, load_job
 from dmuon_platform.summary import Summary
 from rich.console import Console
+from served import Quiet, served
 from small_job import small
 
 MINE = "raysubmit_2"
 
 
-class JobServer(BaseHTTPRequestHandler):
+class JobServer(Quiet):
     """Knows one submission, as the job server of Ray does."""
 
-    answer: ClassVar[tuple[int, bytes]]
+    told: ClassVar[tuple[int, bytes]]
 
-    def do_GET(self) -> None:
-        code, body = self.answer if self.path == f"/api/jobs/{MINE}" else (500, b"")
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+    def reply(self) -> tuple[int, bytes]:
+        return self.told if self.path == f"/api/jobs/{MINE}" else (500, b"")
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), JobServer) as server:
-        Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with served(JobServer) as place:
+        yield f"http://{place}"
 
 
 def finished_job(storage: Path) -> JobSpec:
@@ -99,7 +90,7 @@ def test_a_submission_counts_as_running_as_long_as_a_launch_of_it_is_to_come(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(JobServer, "answer", answer, raising=False)
+    monkeypatch.setattr(JobServer, "told", answer, raising=False)
     submit_again(finished_job(tmp_path), address)
     assert cli.main(["status", "mine", "--storage", str(tmp_path)]) == code
     assert words in capsys.readouterr().out
