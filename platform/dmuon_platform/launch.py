@@ -113,7 +113,8 @@ def _prepare(
     earlier launch has recorded it, at once, so that a run that is stopped here is resumed as it is.
     """
     info = start.dataset
-    if (spec.run_dir / JOB_FILE).exists():
+    is_recorded = (spec.run_dir / JOB_FILE).exists()
+    if is_recorded:
         _record(spec, console)
     listen = partial(pause, StopFile(spec.run_dir), lease.launch)
     wait_for_room(spec, session, listen, partial(_say, console), settle_s=0.0)
@@ -122,7 +123,8 @@ def _prepare(
     else:
         _say(console, f"its text is not where data.source says; it was prepared in {info.folder}")
     check_size(info, spec.train.global_batch_size)
-    preflight.record_job(spec)
+    if not is_recorded:
+        preflight.record_job(spec)
     return info
 
 

@@ -9,6 +9,10 @@ GRADIENT_NORM = f"{TRAIN}grad_norm"
 TOKENS = f"{TRAIN}tokens"
 LEARNING_RATE = f"{TRAIN}lr_"
 """Begins those of all groups of parameters."""
+NORM_MAX, NORM_MIN = f"{UPDATES}spectral_norm_max", f"{UPDATES}spectral_norm_min"
+ERROR_MEAN, ERROR_MAX = f"{UPDATES}orthogonality_error_mean", f"{UPDATES}orthogonality_error_max"
+CHANGE = f"{UPDATES}update_to_weight_median"
+
 TOKENS_PER_S = f"{SPEED}tokens_per_s"
 
 EVALUATION_LOSS = f"{EVALUATION}loss"

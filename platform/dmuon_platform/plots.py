@@ -13,9 +13,14 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from dmuon_platform.health import HALF_THE_DIRECTIONS
 from dmuon_platform.metric_names import (
+    CHANGE,
+    ERROR_MAX,
+    ERROR_MEAN,
     EVALUATION_LOSS,
     GRADIENT_NORM,
     LEARNING_RATE,
+    NORM_MAX,
+    NORM_MIN,
     TIME,
     TOKENS_PER_S,
     TRAIN_LOSS,
@@ -39,10 +44,6 @@ from dmuon_platform.wall_time import wall_time
 MIB = 2**20
 
 MOST_BARS = 128
-
-NORM_MAX, NORM_MIN = "muon/spectral_norm_max", "muon/spectral_norm_min"
-ERROR_MEAN, ERROR_MAX = "muon/orthogonality_error_mean", "muon/orthogonality_error_max"
-CHANGE = "muon/update_to_weight_median"
 
 
 def draw_plots(run_dir: Path, folder: Path | None = None) -> list[Path]:

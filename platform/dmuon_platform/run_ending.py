@@ -19,7 +19,7 @@ class State(StrEnum):
     """Its driver is gone without a word: killed, or the machine."""
     FAILED = "failed"
     REFUSED = "refused"
-    """Of a submission alone: nothing was started, and the run is as it was."""
+    """Of a submission alone: its job was refused, and the run is as it was."""
 
 
 def ending_of(

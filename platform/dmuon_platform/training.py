@@ -21,6 +21,8 @@ from dmuon_platform.metric_names import (
     BITS_PER_BYTE,
     EVALUATION_LOSS,
     GRADIENT_NORM,
+    LEARNING_RATE,
+    TIME,
     TOKENS,
     TOKENS_PER_S,
     TRAIN_LOSS,
@@ -203,7 +205,7 @@ class Training:
 
     def _learning_rates(self) -> dict[str, float]:
         groups = self.optimizer.param_groups
-        return {f"train/lr_{group['algorithm']}": float(group["lr"]) for group in groups}
+        return {f"{LEARNING_RATE}{group['algorithm']}": float(group["lr"]) for group in groups}
 
     def _tokens(self, step: int) -> list[Tensor]:
         """Return this rank's micro-batches of ``step``: its rows follow from its place alone."""
@@ -238,7 +240,7 @@ class _Clock:
             yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.spans[f"time/{name}_s"] = time.perf_counter() - start
+        self.spans[f"{TIME}{name}_s"] = time.perf_counter() - start
 
     def total_s(self) -> float:
         return time.perf_counter() - self._start

@@ -7,6 +7,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from dmuon_platform.event_facts import number, whole
+from dmuon_platform.metric_names import CHANGE, ERROR_MAX, ERROR_MEAN, NORM_MAX, NORM_MIN
 
 if TYPE_CHECKING:
     from dmuon import UpdateStatistics
@@ -75,14 +76,14 @@ class UpdateTable:
         norms = [row.spectral_norm for row in rows]
         errors = [row.orthogonality_error for row in rows]
         metrics = {
-            "muon/spectral_norm_max": _largest(norms),
-            "muon/spectral_norm_min": -_largest([-norm for norm in norms]),
-            "muon/orthogonality_error_mean": fmean(errors),
-            "muon/orthogonality_error_max": _largest(errors),
+            NORM_MAX: _largest(norms),
+            NORM_MIN: -_largest([-norm for norm in norms]),
+            ERROR_MEAN: fmean(errors),
+            ERROR_MAX: _largest(errors),
         }
         changes = [each for row in rows if math.isfinite(each := row.update_to_weight)]
         if changes:
-            metrics["muon/update_to_weight_median"] = median(changes)
+            metrics[CHANGE] = median(changes)
         return metrics
 
     def to_metrics(self) -> dict[str, float]:
